@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +51,7 @@ class Setup:
     """``batch`` sequences of ``seq`` tokens per micro-batch and rank; compute and reduction in ``dtype``.
 
     ``compiled``: the blocks go through torch.compile, before they are sharded. ``offload``: main weights, gradients and
-    optimizer state of sharded systems are in host memory, and the optimizer steps there.
+    optimizer state of sharded systems are in host memory, and the optimizer steps there, unless in the backward.
     """
 
     model: LlamaConfig
@@ -161,16 +161,20 @@ def flat(
     kept: bool = False,
     hybrid: str | None = None,
     in_backward: bool = False,
+    offload_state: bool = False,
+    bits: int = 32,
     **schedule: Any,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
 
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
-    axis of nodes, as of `hybrid_mesh`. ``in_backward``: as of `fully_shard_optimizer`.
+    axis of nodes, as of `hybrid_mesh`. ``in_backward``, ``offload_state``: as of `fully_shard_optimizer`.
+    The latter leaves weights on the device. ``bits``: of the optimizer's state; 8 are those of `AdamW8bit`.
     ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
+    setup = replace(setup, offload=setup.offload and not offload_state)
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     told = flatshard.SchedulePolicy(
@@ -183,14 +187,15 @@ def flat(
         fully_shard = functools.partial(fully_shard, outer_strategy=hybrid)
         dispatch_nothing()
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
-    wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward)
+    wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward, offload_state=offload_state)
+    make = adamw if bits == 32 else functools.partial(flatshard.optim.AdamW8bit, lr=1e-4)
     if setup.microbatches == 1:
-        return trainer(setup, model, wrap)
+        return trainer(setup, model, wrap, make=make)
 
     def around(number: int) -> AbstractContextManager[None]:
         return flatshard.microbatch(model, is_first=number == 0, is_last=number == setup.microbatches - 1)
 
-    return trainer(setup, model, wrap, around)
+    return trainer(setup, model, wrap, around, make)
 
 
 def by_torchao(setup: Setup, ours: bool) -> Step:
@@ -302,6 +307,8 @@ SYSTEMS["flatshard-one-gathered"] = functools.partial(flat, max_gathered=1)
 SYSTEMS["flatshard-one-reducing"] = functools.partial(flat, max_reducing=1)
 SYSTEMS["flatshard-shared-groups"] = functools.partial(flat, separate_groups=False)
 SYSTEMS["flatshard-in-backward"] = functools.partial(flat, in_backward=True)
+SYSTEMS["flatshard-in-backward-8bit"] = functools.partial(flat, in_backward=True, bits=8)
+SYSTEMS["flatshard-offload-state"] = functools.partial(flat, in_backward=True, offload_state=True)
 SYSTEMS["flatshard-in-backward-captured"] = lambda setup: flatshard.capture(flat(setup, in_backward=True))
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
 SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
@@ -420,8 +427,14 @@ def shard_units(
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def trainer(setup: Setup, model: nn.Module, wrap: Wrap | None = None, around: Around | None = None) -> Step:
-    optimizer = adamw(list(model.parameters()))
+def trainer(
+    setup: Setup,
+    model: nn.Module,
+    wrap: Wrap | None = None,
+    around: Around | None = None,
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> Step:
+    optimizer = (make or adamw)(list(model.parameters()))
     if wrap is not None:
         optimizer = wrap(optimizer)
     accumulate = accumulation(setup, model, around)

@@ -1,11 +1,14 @@
-"""Optimizers: uses the wrapper that learning-rate schedulers put around the step of an instance."""
+"""Optimizers: uses the wrapper of learning-rate schedulers around a step, and the rule by which state is loaded."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -30,3 +33,19 @@ def put_scheduler_patch(optimizer: Optimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.__dict__["step"] = tracked
+
+
+@contextmanager
+def loading_to_host() -> Iterator[None]:
+    """Within it, `Optimizer.load_state_dict` loads state to host memory, not to the devices of parameters."""
+    rule = Optimizer._process_value_according_to_param_policy
+
+    def to_host(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return rule(torch.empty(0, dtype=param.dtype), value, *args, **kwargs)
+
+    owner: Any = Optimizer
+    owner._process_value_according_to_param_policy = staticmethod(to_host)
+    try:
+        yield
+    finally:
+        owner._process_value_according_to_param_policy = staticmethod(rule)

@@ -21,7 +21,7 @@ from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import held_part, names_by_group
 from flatshard.checkpoint.stored_names import renaming
-from flatshard.optim.step import owner_of_entries
+from flatshard.optim.step import owner_of_entries, state_devices
 
 _SHOWN = 8  # problems that one error lists
 
@@ -146,7 +146,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             f"{manifest.folder} has {len(groups)} param_groups and the optimizer has {len(optimizer.param_groups)}: "
             "build the optimizer with the same param_groups as when it was saved"
         )
-    owned_of = owner_of_entries(optimizer)
+    owned_of, devices = owner_of_entries(optimizer), state_devices(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     named = names_by_group(model, optimizer)
     for number, (theirs, ours, mine) in enumerate(zip(groups, optimizer.param_groups, named)):
@@ -171,7 +171,7 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
             for key, tree in entries.items():
                 if owned is None or owned[key]:
                     on_device = (key != "step" or steps_on_device) and not parameter.is_meta
-                    device = parameter.device if on_device else torch.device("cpu")
+                    device = devices[parameter] if on_device else torch.device("cpu")
                     taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, owned is not None, device)
     return {"state": state, "param_groups": [{**a, **b} for a, b in zip(optimizer.param_groups, groups)]}
 

@@ -28,6 +28,9 @@ BLOCK = 256
 _LEAST_ROW = 64  # elements: below it, scales would take more than they are worth
 
 
+ROWWISE = ("exp_avg_scale", "exp_avg_sq_scale")  # entries with as many rows as the parameter
+
+
 class _Code(NamedTuple):
     """How a moment is stored, as a fraction of the largest of its block: ``encode`` of it in this many ``steps``."""
 
@@ -87,11 +90,11 @@ class AdamW8bit(Optimizer):
         for number, parameter in zip(numbers, parameters):
             for key, value in state_dict["state"].get(number, {}).items():
                 if key != "step":
-                    self.state[parameter][key] = value.to(parameter.device)
+                    self.state[parameter][key] = value.to(self.state[parameter][key].device)
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:
-            _require_rows(parameter)
+            require_rows(parameter)
             _begin(parameter, state)
         state["step"] += 1
         step = float(state["step"])
@@ -114,8 +117,8 @@ class AdamW8bit(Optimizer):
 
 
 def is_quantized(shape: Sequence[int]) -> bool:
-    """Whether the moments of a parameter are in 8 bits; by its whole shape, so that it is so on every rank."""
-    return len(shape) > 1 and shape[0] > 0 and math.prod(shape[1:]) >= _LEAST_ROW
+    """Whether the moments of a parameter are in 8 bits; by its rows, so that it is so on every rank."""
+    return len(shape) > 1 and math.prod(shape[1:]) >= _LEAST_ROW
 
 
 def state_bytes(shape: Sequence[int]) -> float:
@@ -124,7 +127,7 @@ def state_bytes(shape: Sequence[int]) -> float:
     return 2 + 8 * -(-row // BLOCK) / row if is_quantized(shape) else 8.0
 
 
-def _require_rows(parameter: torch.Tensor) -> None:
+def require_rows(parameter: torch.Tensor) -> None:
     if isinstance(parameter, DTensor) and is_quantized(parameter.shape):
         dims = {getattr(p, "dim", 0) for p in parameter.placements if not isinstance(p, Replicate)}
         if dims - {0}:
@@ -139,17 +142,19 @@ def _begin(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     state["step"] = torch.tensor(0.0)
     for name, code in _CODES.items():
         codes = torch.zeros_like(local, dtype=code.dtype if quantized else torch.float32)
-        state[name] = _torch.like_dtensor(parameter, codes) if isinstance(parameter, DTensor) else codes
+        state[name] = with_rows_of(parameter, codes)
         if quantized:
             blocks = -(-parameter.shape[1:].numel() // BLOCK)
             scales = torch.zeros(local.shape[0], blocks, dtype=torch.float32, device=local.device)
-            state[f"{name}_scale"] = _with_rows_of(parameter, scales)
+            state[f"{name}_scale"] = with_rows_of(parameter, scales)
 
 
-def _with_rows_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def with_rows_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor whose rows lie where those of a parameter do."""
     if not isinstance(parameter, DTensor):
         return local
+    if local.shape == _torch.local_of(parameter).shape:
+        return _torch.like_dtensor(parameter, local)
     whole = torch.empty((parameter.shape[0], *local.shape[1:]), device="meta")
     spec = _torch.spec_of(parameter)
     made = _torch.make_dtensor(local, parameter.device_mesh, spec.placements, whole.shape, whole.stride())
@@ -176,10 +181,16 @@ def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torc
         else:
             first = next((offsets[0] for offsets, _ in _torch.boxes_of(parameter)), 0)
             part = value[first : first + local.shape[0]].to(local.device, copy=True)
-            value = state[name] = _with_rows_of(parameter, part)
+            value = state[name] = with_rows_of(parameter, part)
     if value.dtype != dtype:
         value = state[name] = value.to(dtype)
     return _torch.held_of(value)
+
+
+def cut_entries(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Cut what was loaded whole as the parameter is."""
+    for name in [name for name in state if name != "step"]:
+        _held(parameter, state, name, state[name].dtype)
 
 
 def _read(parameter: torch.Tensor, state: dict[str, Any], name: str) -> torch.Tensor:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,8 +26,12 @@ from flatshard.buffer import DBuffer
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import group_of
+from flatshard.optim.adamw8bit import with_rows_of
 
 State = dict[Any, Any]  # of one parameter: name -> tensor or anything else
+Cut: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+# Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
+PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 
 
 class FlatParam:
@@ -46,11 +51,26 @@ class FlatParam:
         windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
         self._indices, self._windows = indices, [windows[index] for index in indices]
         self._extent = extent
-        local = self.main.local_view(indices[0]) if extent is None else self.main.local[slice(*extent)]
-        self.tensor = nn.Parameter(local)
+        self.tensor = nn.Parameter(self.part(self.main))
         if extent is None:
             self.tensor.__dict__.update(self.parameters[0].__dict__)  # what users mark parameters with
-        self._views: dict[Any, tuple[torch.Tensor, list[DTensor]]] = {}
+        self._views: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def part(self, buffer: DBuffer) -> torch.Tensor:
+        """Its place in a buffer with the layout of main."""
+        if self._extent is None:
+            return buffer.local_view(self._indices[0])
+        return buffer.local if self._extent == (0, buffer.local.numel()) else buffer.local[slice(*self._extent)]
+
+    def cuts(self, most: int) -> list[Cut]:
+        """Functions that cut rows of the tensor, and of others with as many, into pieces of at most so many elements.
+
+        A flat tensor has rows of one element. A row is never cut.
+        """
+        if self.tensor.dim() == 0:
+            return [operator.itemgetter(...)]
+        rows = max(most // max(self.tensor.shape[1:].numel(), 1), 1)
+        return [operator.itemgetter(slice(at, at + rows)) for at in range(0, max(len(self.tensor), 1), rows)]
 
     def attach_gradient(self, uncast: bool) -> bool:
         """Set the gradient of the tensor; False if the gradients have changed since this was created."""
@@ -66,8 +86,7 @@ class FlatParam:
             buffer = self._gradient_buffer(group)
             if buffer is None:
                 return False
-            is_all = self._extent == (0, buffer.local.numel())
-            gradient = buffer.local if is_all else buffer.local[slice(*self._extent)]
+            gradient = self.part(buffer)
         set_grad(self.tensor, gradient, uncast)
         return True
 
@@ -121,7 +140,7 @@ class FlatParam:
                     return False
         return True
 
-    def _view(self, key: Any, value: torch.Tensor, place: int) -> DTensor:
+    def _view(self, key: Any, value: torch.Tensor, place: int) -> torch.Tensor:
         """One parameter's part of an elementwise entry; created once and kept as long as the entry."""
         known = self._views.get(key)
         if known is None or known[0] is not value:
@@ -130,7 +149,7 @@ class FlatParam:
                 base = value.storage_offset() - self._extent[0]
                 starts = [base + each.offset if 0 not in each.shape else 0 for each in self._windows]
                 parts = [value.as_strided(w.shape, w.stride, at) for w, at in zip(self._windows, starts)]
-            views = [_torch.like_dtensor(p, part) for p, part in zip(self.parameters, parts)]
+            views = [with_rows_of(p, part) for p, part in zip(self.parameters, parts)]
             known = self._views[key] = value, views
         return known[1][place]
 

@@ -13,10 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from flatshard import _torch
+from flatshard.buffer import DONE, Ticket
+from flatshard.engine.gradients.reduction import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.engine.units.unit import unit_with
-from flatshard.optim.flat_params import FlatParam, State, make_flat_params, sharding_of
+from flatshard.optim.adamw8bit import cut_entries, require_rows
+from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_flat_params, sharding_of
+from flatshard.optim.split_step import SplitStep
+from flatshard.optim.streaming import StreamedStep, state_home
 
 LOCAL = "_flatshard_local"  # on an optimizer, what steps it
 
@@ -28,9 +33,13 @@ class LocalStep:
     step detects changes that users have made to it, and rebuilds the state of the flat tensors from it.
     """
 
-    def __init__(self, flat: bool, uncast: bool) -> None:
+    def __init__(self, flat: bool, uncast: bool, offloads: bool = False) -> None:
+        """``flat``: join neighbours. ``uncast``: gradients keep their dtype. ``offloads``: state is in host memory."""
         self.flat = flat
         self.uncast = uncast
+        self.offloads = offloads
+        self.rowwise: Sequence[str] = ()  # names in the state with numbers for each row of a parameter
+        self._streamed = StreamedStep()
         self._flat_params: list[FlatParam] = []
         self._generation = -1  # when the flat parameters were made, if they have been
         self._absent: Sequence[torch.Tensor] = []
@@ -40,7 +49,7 @@ class LocalStep:
         self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
         self._outer: Any = None  # the optimizer's dict as we know it
         self._outdated = False  # the flat state may have changed since the public one was read
-        self.is_stepping = False  # the optimizer's step is running, and has our state
+        self._lent: defaultdict[Any, State] | None = None  # what the optimizer's step, which is running, has as state
         self.early: Callable[[Optimizer], Any] | None = None  # the step of the optimizer's class, if backwards run it
         self._stepped: set[FlatParam] = set()  # by the backward before this step
         self._again: str | None = None  # a parameter that has got gradients after that
@@ -62,28 +71,76 @@ class LocalStep:
             self._prepare(optimizer)  # those that were stepped have no gradients any more
             stepped = set()
         left = [each for each in self._flat_params if each not in stepped]
-        return None if stepped and not (left or any(self._others)) else self._run(optimizer, left, self._others, base)
+        result = None
+        if left or any(self._others) or not stepped:
+            result, ticket = self._run(optimizer, left, self._others, base)
+            ticket.wait()
+        self._streamed.join()
+        for group in {each.group() for each in self._flat_params if self._streams(each)}:
+            if group is not None and group.home.host:
+                group.note_step()
+        return result
 
-    def step_early(self, optimizer: Optimizer, group: ParamGroup) -> None:
-        """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new."""
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's step is running, and has our state."""
+        return self._lent is not None or self._streamed.lent is not None
+
+    def _streams(self, each: FlatParam) -> bool:
+        """Whether a flat parameter is stepped on the device with state, or also weights, from host memory."""
+        group = each.group()
+        return self.offloads or (self.early is not None and group is not None and group.home.host)
+
+    def step_early(self, optimizer: Optimizer, group: ParamGroup, reduced: Reduced | None) -> Ticket | None:
+        """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new.
+
+        ``reduced``: the gradients of a group in host memory, on the device. Returns when the weights can be read.
+        """
         assert self.early is not None
         mine = [each for each in self._flat_params if each.group() is group]
         if not self._stepped.isdisjoint(mine):
             self._again = group.params[0].name
-            return
+            return None
         known = {id(parameter) for each in mine for parameter in each.parameters}
         with _torch.PlainAttributes():  # who reads gradients otherwise waits for all reduces
             is_new = any(param.sharded.grad is not None and id(param.sharded) not in known for param in group.params)
             if not mine or is_new or not self._is_known(optimizer) or not self._attach(mine):
-                return
+                return None
         if not self._outdated and not self._agrees():
-            return
-        self._run(optimizer, mine, [[] for _ in optimizer.param_groups], functools.partial(self.early, optimizer))
+            return None
+        beside, base = [()] * len(optimizer.param_groups), functools.partial(self.early, optimizer)
+        _, ticket = self._run(optimizer, mine, beside, base, reduced)
         self._stepped.update(mine)
-        for parameter in (parameter for each in mine for parameter in each.parameters):
-            parameter.grad = None
+        with _torch.PlainAttributes():
+            for parameter in (parameter for each in mine for parameter in each.parameters):
+                parameter.grad = None
+            group.gradients.main_grads.rest()
+        return ticket
 
     def _run(
+        self,
+        optimizer: Optimizer,
+        mine: Sequence[FlatParam],
+        beside: Sequence[Sequence[Any]],
+        base: Callable[[], Any],
+        reduced: Reduced | None = None,
+    ) -> tuple[Any, Ticket]:
+        """Step flat parameters, and others ``beside`` them. Returns the result, and when weights can be read."""
+        streamed = [each for each in mine if self._streams(each)]
+        result, ticket = None, DONE
+        try:
+            if len(streamed) < len(mine) or any(beside) or not mine:
+                result = self._run_here(optimizer, [each for each in mine if not self._streams(each)], beside, base)
+            if streamed:
+                self._outdated, split = True, SplitStep(optimizer, base)
+                ticket = self._streamed.step(streamed, self.flat_state, split, self.uncast, reduced)
+                split.close()
+        finally:
+            for each in mine:
+                each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
+        return result, ticket
+
+    def _run_here(
         self, optimizer: Optimizer, mine: Sequence[FlatParam], beside: Sequence[Sequence[Any]], base: Callable[[], Any]
     ) -> Any:
         """Replace the optimizer's parameters by flat ones for a step; other parameters stay."""
@@ -97,22 +154,21 @@ class LocalStep:
         more = [
             {**group, "params": others} for group, plain, others in zip(groups, tensors, dtensors) if plain and others
         ]
-        optimizer.param_groups, self.is_stepping = [*lent, *more], True
+        optimizer.param_groups, self._lent = [*lent, *more], self.flat_state
         self._outdated = True
         try:
             return base()
         finally:
-            optimizer.param_groups, self.is_stepping = groups, False
+            optimizer.param_groups, self._lent = groups, None
             for group, was_lent in zip(groups, lent):
                 was_lent["params"] = group["params"]
                 group.update(was_lent)  # some optimizers count in their parameter groups
-            for each in mine:
-                each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, also those of other groups."""
         self.give_up_broken()
         self._stepped.clear()  # by a backward that was given up, if any
+        self._streamed.join()
         self._again = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*(each.group() for each in self._flat_params), *others]):
@@ -120,7 +176,7 @@ class LocalStep:
                     group.gradients.main_grads.rest()
 
     def give_up_broken(self) -> None:
-        """Wait for what a thread still steps of a backward that an exception has broken off."""
+        """Wait for what is still stepped of a backward that an exception has broken off."""
         groups = [each.group() for each in self._flat_params] if self.early is not None else []
         units = [unit_with(group) for group in groups if group is not None]
         for root in dict.fromkeys(unit.root for unit in units if unit is not None):
@@ -130,12 +186,13 @@ class LocalStep:
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""
         if self.is_stepping:
-            return self.flat_state
+            return self._lent if self._lent is not None else self._streamed.lent
         outer = optimizer.__dict__["state"]
         if outer is not self._outer:
             self._flat_params, self._generation, self.flat_state = [], -1, defaultdict(dict)
             self._outer, self._outdated = outer, False
         if self._outdated:
+            self._streamed.synchronize()
             kinds, known = self._kinds(), len(outer)
             for each in self._flat_params:
                 if each.tensor in self.flat_state:
@@ -163,7 +220,8 @@ class LocalStep:
         return [list(map(id, group["params"])) for group in optimizer.param_groups] == self._ids
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
-        return all(each.attach_gradient(self.uncast) for each in flat_params)
+        # What is streamed is cast piece by piece.
+        return all(each.attach_gradient(self.uncast or self._streams(each)) for each in flat_params)
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
@@ -188,7 +246,7 @@ class LocalStep:
         for each in self._flat_params:
             for key, value in self.flat_state.get(each.tensor, {}).items():
                 same = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape and key != "step"
-                kinds[key] = kinds.get(key, True) and same
+                kinds[key] = kinds.get(key, True) and (same or key in self.rowwise)
         return kinds
 
     def _prepare(self, optimizer: Optimizer) -> None:
@@ -204,34 +262,39 @@ class LocalStep:
         self._sharded = set(map(id, self._absent))
         for each in self._flat_params:
             self._sharded.update(map(id, (each.tensor, *each.parameters)))
+            if self.rowwise:
+                require_rows(each.parameters[0])
+                cut_entries(each.parameters[0], outer.get(each.parameters[0], {}))
             taken, kinds = each.join_state(outer)
+            group = each.group()
+            if group is not None and self._streams(each):
+                home = state_home(group.home)
+                taken = {key: home.keep(value) if kinds[key] else value for key, value in taken.items()}
             if taken:
                 self.flat_state[each.tensor] = taken
                 each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
-            if not each.attach_gradient(self.uncast):
+            if not self._attach([each]):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
         self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
         found = {each.group() for each in self._flat_params} if self.early is not None else ()
         # A unit elsewhere may add to the gradients of a group with borrowers.
-        mine = [group for group in found if group is not None and not group.borrowers]
-        on_host = any(group.home.host for group in mine)
-        for group in mine:
-            # A host thread steps groups in host memory. This thread must not change the optimizer at the same time.
-            early = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
-            group.gradients.on_final = early if group.home.host == on_host else None
+        for group in found:
+            if group is not None and not group.borrowers:
+                early = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+                group.gradients.on_final = early
 
 
-def _step_early(optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup]) -> None:
+def _step_early(
+    optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup], reduced: Reduced | None
+) -> Ticket | None:
     """The gradients of a group are complete."""
     known, of = optimizer(), group()
     if known is not None and of is not None:
-        known.__dict__[LOCAL].step_early(known, of)
-    elif of is not None:
+        side: LocalStep = known.__dict__[LOCAL]
+        return side.step_early(known, of, reduced)
+    if of is not None:
         of.gradients.on_final = None
-
-
-# Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
-_PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
+    return None
 
 
 def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
@@ -253,7 +316,7 @@ def wrap_scalars(parameter: torch.Tensor, state: Any) -> None:
     torch's functions that distribute a full state dict leave scalars as plain tensors.
     """
     for key, value in state.get(parameter, {}).items() if parameter.dim() == 0 else ():
-        if type(value) is torch.Tensor and value.dim() == 0 and key not in _PER_PARAMETER:
+        if type(value) is torch.Tensor and value.dim() == 0 and key not in PER_PARAMETER:
             state[parameter][key] = _torch.like_dtensor(parameter, value.to(_torch.local_of(parameter).device))
 
 

@@ -20,7 +20,7 @@ from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
-from flatshard.optim.adamw8bit import AdamW8bit
+from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.all_to_all import cut_axes
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.combined import CombinedOptimizer, evaluated
@@ -55,6 +55,7 @@ def fully_shard_optimizer(
     *,
     precision_aware: bool = False,
     in_backward: bool = False,
+    offload_state: bool = False,
     whole: bool | Predicate = False,
     split: Splits = None,
     cost: Cost = newton_schulz,
@@ -78,10 +79,14 @@ def fully_shard_optimizer(
     step; with ``precision_aware=True`` the optimizer is given them as they are.
 
     ``in_backward``: from the second step on, backwards step the parameters of a unit as soon as their gradients are
-    complete, and free them, while the rest of the backward goes on; under `CPUOffloadPolicy` on a thread of the host.
-    ``step`` then does what is left. The weights are the same to the last bit. There is one backward per step that
-    reduces gradients all the way (`microbatch`), hyperparameters are set before it, and gradients cannot be clipped or
-    scaled between the two. For torch's elementwise optimizers.
+    complete, and free them, while the rest of the backward goes on. ``step`` then does what is left. The weights are
+    the same to the last bit. There is one backward per step that reduces gradients all the way (`microbatch`),
+    hyperparameters are set before it, and gradients cannot be clipped or scaled between the two. For torch's
+    elementwise optimizers and `AdamW8bit`. Units under `CPUOffloadPolicy` are stepped on the device then: gradients
+    stay there, and main weights and state are copied to the device and back, in pieces.
+
+    ``offload_state``: state is in host memory, pinned if there is an accelerator, and is copied to the device and back
+    for a step, in pieces. For the same optimizers.
 
     ``whole``: True, or a function of the name and the parameter that says which. Each such parameter has an owner
     among the ranks that hold it, whose optimizer sees it, its gradient and its state as ordinary whole tensors; that is
@@ -96,11 +101,12 @@ def fully_shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
-    if _arguments.flag("in_backward", in_backward) and (whole is not False or type(optimizer) not in ELEMENTWISE):
-        raise ValueError(
-            f"in_backward=True supports torch's elementwise optimizers on shards, not {type(optimizer).__name__}"
-            f"{'' if whole is False else ' on whole parameters'}; leave it out"
-        )
+    for name, asked in (("in_backward", in_backward), ("offload_state", offload_state)):
+        if _arguments.flag(name, asked) and (whole is not False or _base(optimizer) not in (*ELEMENTWISE, AdamW8bit)):
+            raise ValueError(
+                f"{name}=True supports torch's elementwise optimizers and AdamW8bit on shards, not "
+                f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
+            )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     known = optimizer.__dict__.get(LOCAL)
     if known is not None:
@@ -110,14 +116,16 @@ def fully_shard_optimizer(
             )
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
-    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware)
+    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state)
+    if type(optimizer) is AdamW8bit and whole is False:
+        side.rowwise, side.uncast = ROWWISE, True  # it casts gradients itself
     if in_backward:
         side.early = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_load_state_dict_pre_hook(lambda *_: side.give_up_broken())
     if options is None:
-        if isinstance(optimizer, AdamW8bit):  # sees to shards itself
+        if isinstance(optimizer, AdamW8bit) and not (in_backward or offload_state):  # sees to shards itself
             return optimizer
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
@@ -195,7 +203,8 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
         side.plan(optimizer)
         _refuse(optimizer, "rest" if side.leaves_any else "none")
     optimizer.__dict__[LOCAL] = side
-    optimizer.__class__ = _local_class(type(optimizer), isinstance(side, WholeStep))  # type: ignore[assignment]
+    kind = "whole" if isinstance(side, WholeStep) else "offloaded" if side.offloads else "local"
+    optimizer.__class__ = _local_class(type(optimizer), kind)  # type: ignore[assignment]
     if state:
         optimizer.state = state
     if scheduled:
@@ -228,12 +237,12 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
 # Class
 
 
-_CLASSES: dict[tuple[type[Optimizer], bool], type[Optimizer]] = {}
+_CLASSES: dict[tuple[type[Optimizer], str], type[Optimizer]] = {}
 
 
-def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
-    """A subclass of ``cls`` whose step and state are `Local`'s, or `Whole`'s."""
-    if (cls, whole) not in _CLASSES:
+def _local_class(cls: type[Optimizer], kind: str) -> type[Optimizer]:
+    """A subclass of ``cls`` whose step and state are those of `LocalStep`, or of `WholeStep`."""
+    if (cls, kind) not in _CLASSES:
         base = _plain_step(cls)
 
         @functools.wraps(base)
@@ -245,11 +254,19 @@ def _local_class(cls: type[Optimizer], whole: bool) -> type[Optimizer]:
         members: dict[str, Any] = {"step": Optimizer.profile_hook_step(step), "zero_grad": _zero_grad}
         members["step"].hooked = True
         members["state"] = property(lambda self: _local(self).public_state(self), _set_state)
-        if whole:
+        if kind == "whole":
             members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
+        elif kind == "offloaded":
+            members.update(load_state_dict=_load_to_host)
         members.update(__doc__=cls.__doc__, __module__=cls.__module__)
-        _CLASSES[cls, whole] = type(f"FSDP{cls.__name__}", (cls,), members)
-    return _CLASSES[cls, whole]
+        _CLASSES[cls, kind] = type(f"FSDP{cls.__name__}", (cls,), members)
+    return _CLASSES[cls, kind]
+
+
+def _base(optimizer: Optimizer) -> type[Optimizer]:
+    """The class of an optimizer before this file has changed it."""
+    cls = type(optimizer)
+    return cls.__mro__[1] if cls in _CLASSES.values() else cls
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -260,10 +277,10 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
     if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
-        if "__setstate__" in type(optimizer).__dict__:
+        if "load_state_dict" in type(optimizer).__dict__:
             raise RuntimeError(
-                "a copy of an optimizer with whole=True cannot be used; build an optimizer and call "
-                "fully_shard_optimizer"
+                "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
+                "call fully_shard_optimizer"
             )
         optimizer.__dict__[LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
     found = optimizer.__dict__[LOCAL]
@@ -295,6 +312,12 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     with _whole(self).with_state(loaded):
         type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
     self.state = loaded
+
+
+def _load_to_host(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    """As the optimizer's own, which would copy all state to the device."""
+    with _torch.loading_to_host():
+        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
 
 
 def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
@@ -336,6 +359,16 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
         return None
 
     return owned
+
+
+def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
+    """Where the state of each parameter is to be loaded to."""
+    found: dict[torch.Tensor, torch.device] = {}
+    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        side, parameters = each.__dict__.get(LOCAL), [p for group in each.param_groups for p in group["params"]]
+        offloads = isinstance(side, LocalStep) and side.offloads
+        found.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
+    return found
 
 
 def _set_state(self: Optimizer, state: Any) -> None:
@@ -390,6 +423,11 @@ def _captured(optimizer: Optimizer) -> LocalStep | None:
     local: LocalStep | WholeStep | None = optimizer.__dict__.get(LOCAL)
     if isinstance(local, WholeStep):
         raise NotImplementedError(CAPTURED)
+    if local is not None and local.offloads:
+        raise ValueError(
+            f"{type(optimizer).__name__} has offload_state=True, which cannot be captured; leave it out, or call "
+            "optimizer.step() outside of the captured step"
+        )
     return local
 
 

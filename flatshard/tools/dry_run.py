@@ -277,7 +277,7 @@ class _Gradients(Gradients):
     def rest(self, always: bool = False) -> None:
         """Called as a method of `main_grads`; there is nothing to free."""
 
-    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+    def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         self.take()
         sizes, note = self._group.sizes, self._group.run.note
         ends = sizes.ends and goal is Goal.FINAL

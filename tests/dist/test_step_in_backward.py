@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +19,6 @@ from flatshard import (
     microbatch,
 )
 from flatshard.engine.weights.offload import Home
-from flatshard.optim.local_step import LocalStep
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -154,21 +152,16 @@ def test_clipping_after_such_an_optimizer(ranks):
 def _restored(rank, world):
     """After an exception in a backward, weights and state that are loaded are not stepped by what is left of it."""
 
-    def late(self, *args):
-        time.sleep(0.2)
-        return run(self, *args)
-
     def fail(grad):
         raise KeyError("in backward")
 
-    run, x = LocalStep._run, torch.ones(2, 6) * (rank + 1)
+    x = torch.ones(2, 6) * (rank + 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
         for module in (*model, model):
             fully_shard(module, offload_policy=CPUOffloadPolicy())
-        patch.setattr(LocalStep, "_run", late)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         fully_shard_optimizer(optimizer, in_backward=True)
         for _ in range(2):

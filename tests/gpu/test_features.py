@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from flatshard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     capture,
     direct_wgrads,
     fully_shard,
@@ -168,7 +169,9 @@ def test_a_model_may_wait_in_host_memory(gpu_ranks):
 def _stepped_in_backward(rank, world, choices):
     found = []
     for early in (False, True):
-        model = shard_net(make_net(), **choices)
+        # With both, weights in host memory are stepped on the device.
+        policy = choices.get("offload_policy", OffloadPolicy()) if early else OffloadPolicy()
+        model = shard_net(make_net(), **{**choices, "offload_policy": policy})
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         fully_shard_optimizer(optimizer, in_backward=early)
         losses = train(model, optimizer, STEPS, ROWS, rank, world, device="cuda")

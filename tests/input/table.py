@@ -740,6 +740,12 @@ OPTIMIZERS = {
             RuntimeError,
             "Build the optimizer after fully_shard",
         ),
+        Case(
+            "state of whole parameters in host memory",
+            lambda b: flatshard.fully_shard_optimizer(b.optimizer, offload_state=True, whole=True),
+            ValueError,
+            "leave it out",
+        ),
         Case("a step that was replaced", _patched, ValueError, "call fully_shard_optimizer before"),
         Case(
             "precision_aware: text",

@@ -6,6 +6,7 @@ Each case runs as one rank of several in this process, under `checker.watching`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,16 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 import flatshard
-from flatshard import MixedPrecisionPolicy, SchedulePolicy, fully_shard, fully_shard_optimizer, microbatch
+from flatshard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    fully_shard,
+    fully_shard_optimizer,
+    microbatch,
+)
+from flatshard.engine.weights.offload import Home
+from flatshard.optim import adamw8bit, streaming
 from flatshard.rehearsal import rehearse
 from tests.dist.models import DIM, Block, Net, batches, loss_of, make_net
 from tests.dist.random_models import DIM as ROW
@@ -605,3 +615,41 @@ def test_decoupled_gradients():
                 for parameter in model.parameters():
                     parameter.to_local().sub_(parameter.decoupled_grad.to_local().float())
             model.zero_grad()
+
+
+# Steps of state and weights in host memory
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("kind", ["adamw", "8 bits"])
+@pytest.mark.parametrize(
+    ("choices", "options"),
+    [
+        ({}, {"in_backward": True}),
+        ({"mp_policy": TO_BF16}, {"offload_state": True}),
+        ({"mp_policy": TO_BF16}, {"offload_state": True, "in_backward": True}),
+        ({"strategy": "optim", "mp_policy": TO_BF16}, {"offload_state": True, "in_backward": True}),
+        ({"offload_policy": CPUOffloadPolicy(), "mp_policy": TO_BF16}, {"in_backward": True}),
+        ({"offload_policy": CPUOffloadPolicy(), "strategy": "optim"}, {"in_backward": True}),
+        ({"offload_policy": CPUOffloadPolicy()}, {"in_backward": True}),
+    ],
+)
+def test_steps_of_state_and_weights_in_host_memory(choices, options, kind, micro, monkeypatch):
+    of = classmethod(lambda cls, device, policy: cls(device, isinstance(policy, CPUOffloadPolicy), False))
+    monkeypatch.setattr(Home, "of", of)
+    monkeypatch.setattr(streaming, "PIECE", 64)
+    monkeypatch.setattr(adamw8bit, "_LEAST_ROW", 8)
+    with one_rank():
+        model = sharded(make_net(depth=4), **choices)
+        make = functools.partial(torch.optim.AdamW, fused=True) if kind == "adamw" else adamw8bit.AdamW8bit
+        optimizer = fully_shard_optimizer(make(model.parameters(), lr=1e-2), **options)
+        for number in range(3):
+            for index in range(micro):
+                with microbatch(model, is_first=index == 0, is_last=index == micro - 1):
+                    loss_of(model, TOKENS[number]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                assert [value.sum() for state in optimizer.state.values() for value in state.values()]
+                with torch.no_grad():
+                    model(TOKENS[0])

@@ -27,7 +27,7 @@ from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
 from flatshard.engine.gradients.direct import Direct, fill
 from flatshard.engine.gradients.main_grads import MainGrads, has_gaps
-from flatshard.engine.gradients.reduction import Goal, Reduction, Stage, stages_to, sum_dtype
+from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import add_to, fill_runs, sole_owners
 from flatshard.engine.gradients.uses import Uses
 from flatshard.engine.parameters.hooks import call_finished, change_gradients
@@ -47,7 +47,7 @@ class Gradients:
     The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
     """
 
-    on_final: Callable[[], None] | None = None  # called when they are all there, of the last micro-batch
+    on_final: OnFinal | None = None  # called when they are all there, of the last micro-batch
 
     def __init__(
         self,
@@ -233,8 +233,10 @@ class Gradients:
             return Goal.UNREDUCED  # the innermost axis rests unreduced, so all of it does
         return asked
 
-    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+    def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         """Start to reduce gradients that have arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
+
+        ``is_last``: of the micro-batches of a step, so that `on_final` may be called.
 
         A gradient that autograd left in the reduce dtype, and whose segment has no padding, is sent from where it is;
         the others are copied into a staging buffer first.
@@ -252,7 +254,7 @@ class Gradients:
         if goal is Goal.REST:
             self._reduce_to_rest(gradients, reduction)
         else:
-            self._reduce_to_final(gradients, reduction)
+            self._reduce_to_final(gradients, reduction, is_last)
         return reduction
 
     def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -301,7 +303,9 @@ class Gradients:
 
     # Going all the way
 
-    def _reduce_to_final(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+    def _reduce_to_final(
+        self, gradients: Sequence[torch.Tensor | None], reduction: Reduction, is_last: bool = False
+    ) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
         own, had_grad, changed, finished = self.main_grads.couple_for_launch()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
@@ -342,7 +346,12 @@ class Gradients:
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
             ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
-            if self.home.host:
+            if is_last and not finished and not asked:  # else users' hooks, or what other ranks have used, come first
+                reduction.on_final = self.on_final
+            if self.home.host and fresh and reduction.on_final is not None:
+                bring = functools.partial(self.home.bring, target, DONE, lane, main_grad, fresh, factor)
+                reduction.reduced = Reduced(target, factor, self.grad_dtype, bring)
+            elif self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
         if own is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,7 +17,7 @@ from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.buffer.tickets import Action, Tickets
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.weights.formats import Formats
-from flatshard.engine.weights.offload import Home
+from flatshard.engine.weights.offload import scaled
 from flatshard.layout import Partial, Placement, is_sharded
 
 if TYPE_CHECKING:
@@ -33,6 +33,24 @@ class Goal(Enum):
 
 
 @dataclass
+class Reduced:
+    """Reduced gradients on the device, of a group in host memory: times ``factor``, in ``dtype``, they are complete."""
+
+    buffer: DBuffer
+    factor: float
+    dtype: torch.dtype
+    bring: Callable[[], Ticket]  # starts to copy them to host memory
+
+    def final(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of the buffer, complete."""
+        return scaled(part, self.factor, self.dtype)
+
+
+# Steps the parameters of a group, and returns when they can be read; or None, if it has left them to the optimizer.
+OnFinal: TypeAlias = Callable[[Reduced | None], Ticket | None]
+
+
+@dataclass
 class Reduction:
     """A reduce in flight: what its stages share, and its state."""
 
@@ -44,7 +62,8 @@ class Reduction:
     ticket: Ticket = DONE
     then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
-    on_final: Action = None  # called when it is over and the gradients are complete
+    on_final: OnFinal | None = None  # called when it is over and the gradients are complete
+    reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
     # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
     uses: torch.Tensor | None = None
     parameters: int = 0  # how many they are
@@ -54,16 +73,6 @@ class Reduction:
         """Copy the reduced use counts."""
         assert self.uses is not None
         noted.copy_(self.uses)
-
-    def call_when_final(self, action: Callable[[], None], home: Home) -> None:
-        """Call a function once the gradients are complete; on a host thread if they are in host memory.
-
-        Not called if users' hooks run first, or if other ranks determine which of the gradients exist.
-        """
-        if self.then is None and self.asks is None and home.host:
-            self.ticket = home.beside(action, after=self.ticket.wait)
-        elif self.then is None and self.asks is None:
-            self.on_final = action
 
     def wait(self) -> None:
         """Order the current stream after it. It then no longer counts as in flight, even if the wait fails."""

@@ -72,6 +72,7 @@ class ParamGroup:
         self.made_of: tuple[int, ...] | None = None  # the state of main at that start, if they may stay
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
+        self._renewed: tuple[int, ...] | None = None  # its state when compute weights in host memory were made
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, main.dtype if own is None else own
         self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
@@ -217,6 +218,18 @@ class ParamGroup:
         """A pass starts that must use the current values of main."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
+        self._renewed = self.state if self.home.host else None
+
+    def forget(self) -> None:
+        """Main may have changed in a way that `state` does not show."""
+        self._refreshed = self._renewed = None
+
+    def note_step(self) -> None:
+        """The step counted last has written compute weights in host memory wherever it has changed main."""
+        known, now = self._renewed, self.state
+        is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
+        if self.source.on_host is not None and is_only:
+            self._refreshed = now
 
     def check_hold(self) -> None:
         """Raise if `hold` is not possible."""

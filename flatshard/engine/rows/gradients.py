@@ -78,14 +78,14 @@ class RowGradients(Gradients):
     def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """They are kept as they are."""
 
-    def reduce(self, pool: Pool, goal: Goal, name: str) -> Reduction:
+    def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         if super().waiting:
             raise RuntimeError(
                 f"parameter '{self.params[0].name}' is sharded with rows=True but has a gradient from a tied layer or "
                 "from a use of the whole table. Call fully_shard without rows=True"
             )
         self._by_rows.is_encoded = not self.counts_unused
-        return super().reduce(pool, goal, name)
+        return super().reduce(pool, goal, name, is_last)
 
     def _inputs(
         self, gradients: Sequence[torch.Tensor | None], pool: Pool

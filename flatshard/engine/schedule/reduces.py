@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import Pool
+from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Program
@@ -34,6 +34,7 @@ class Reduces:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
+        self.stepped: list[Ticket] = []  # by optimizers, when gradients were complete
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -190,12 +191,10 @@ class Reduces:
             self._program.has_launched = True
         if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
-                reduction = gradients.reduce(pool, goal, unit.name)
+                reduction = gradients.reduce(pool, goal, unit.name, unit.is_last)
         else:
-            reduction = gradients.reduce(pool, goal, unit.name)
+            reduction = gradients.reduce(pool, goal, unit.name, unit.is_last)
         self.in_flight.append(reduction)
-        if gradients.on_final is not None and goal is Goal.FINAL and unit.is_last:
-            reduction.call_when_final(gradients.on_final, gradients.home)
         self._had.add(number)
         self.launched += 1
         if not self._policy.async_reduce and not (self._has_optional and self._is_held_up()):
@@ -206,15 +205,18 @@ class Reduces:
         while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
             self._land()
         if joins:
-            self._ask()
-        elif self.in_flight or self._asking:
+            self.join()
+        elif self.in_flight or self._asking or self.stepped:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
     def land(self) -> None:
-        """Order the current stream after all reduces."""
+        """Order the current stream after all reduces, and after the steps of optimizers that they have started."""
         while self.in_flight:
             self._land()
+        stepped, self.stepped = self.stepped, []
+        for ticket in stepped:
+            ticket.wait()
 
     def join(self) -> None:
         """The same, before gradients are read: find out which gradients exist on all ranks."""
@@ -249,8 +251,11 @@ class Reduces:
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             reduction.then()
-        if reduction.on_final is not None:
-            reduction.on_final()
+        stepped = None if reduction.on_final is None else reduction.on_final(reduction.reduced)
+        if stepped is not None:
+            self.stepped.append(stepped)
+        elif reduction.reduced is not None:
+            reduction.reduced.bring().wait()
 
 
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them

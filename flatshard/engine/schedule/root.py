@@ -111,6 +111,8 @@ class Root:
         """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
         if self.program.running is not None:
             self.recover()
+        if self.reduces.stepped:
+            self.reduces.land()
         self.count_step()
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
             self._auto = None

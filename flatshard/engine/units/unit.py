@@ -706,6 +706,8 @@ class Unit:
         self.release()
         for group in self.needs if not has_graph else ():
             group.release()
+        for group in self.groups:
+            group.forget()
 
 
 def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:

@@ -24,6 +24,7 @@ class Home:
     device: torch.device
     host: bool = False
     pinned: bool = False
+    asker: str = "CPUOffloadPolicy"  # named in errors
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
@@ -41,9 +42,10 @@ class Home:
         except RuntimeError as error:
             size = f"{format_bytes(numel * dtype.itemsize)} of host memory"
             if not self.pinned:
-                raise RuntimeError(f"CPUOffloadPolicy: {size} could not be allocated: {error}") from error
+                raise RuntimeError(f"{self.asker}: {size} could not be allocated: {error}") from error
+            remedy = "use CPUOffloadPolicy(pin_memory=False), " if self.asker == Home.asker else ""
             raise RuntimeError(
-                f"CPUOffloadPolicy: {size} could not be pinned ({error}); use CPUOffloadPolicy(pin_memory=False), "
+                f"{self.asker}: {size} could not be pinned ({error}); {remedy}"
                 "raise the limit of locked memory (`ulimit -l`), or run fewer ranks on this node"
             ) from error
 
@@ -51,10 +53,14 @@ class Home:
         """A main buffer, moved to where main weights are stored."""
         if not self.host or main.device.type == "meta":
             return main
-        rests = not self.pinned or main.local.is_pinned()
-        if main.device.type == "cpu" and rests:
-            return main
-        return main.like(self.empty(main.local.numel(), main.dtype).copy_(main.local))
+        kept = self.keep(main.local)
+        return main if kept is main.local else main.like(kept)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor, or a copy of it, where main weights are stored."""
+        if tensor.device.type == "cpu" and (not self.pinned or tensor.is_pinned()):
+            return tensor
+        return self.empty(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def on_device(self, main: DBuffer, pool: Pool) -> DBuffer:
         """Main, or a copy of it from host memory, which must be kept until the lane has read it."""
@@ -86,10 +92,14 @@ class Home:
 
         def copy() -> None:
             for part, target in zip(reduced.local.split(_PIECE), landing.split(_PIECE)):
-                scaled = part * factor if fresh and factor != 1.0 else part  # before the cast: a sum may not fit in it
-                target.copy_(scaled.to(target.dtype), non_blocking=True)
+                target.copy_(scaled(part, factor if fresh else 1.0, target.dtype), non_blocking=True)
 
         copied = lane.follow(ticket, copy)
         if fresh:
             return Ticket(then=copied.synchronize)
         return self.beside(lambda: lies.add_(landing, alpha=factor), after=copied.synchronize)
+
+
+def scaled(gradient: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient times a factor, in a dtype: in this order, because a sum may not fit in it."""
+    return (gradient * factor if factor != 1.0 else gradient).to(dtype)

@@ -47,6 +47,7 @@ class Source:
     is_gathered_twice = False  # along one axis once per step, and along another for each pass
     buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
+    on_host: DBuffer | None = None  # main in the dtype of compute, if it is in host memory and another dtype
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
@@ -248,9 +249,7 @@ class Gathered(Source):
         self.compute = compute
         self._main, self._home, self._dtype = main, home, codec.dtype
         self._cast = codec if isinstance(codec, Cast) else None
-        # Where main rests in host memory: its values in the dtype of compute, there too, and when the device has them.
-        self._on_host: DBuffer | None = None
-        self._is_old = True
+        self._is_old = True  # `on_host` is not up to date
         self._cast_there = self._sent = DONE
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
@@ -315,7 +314,7 @@ class Gathered(Source):
             self.prepare()
             self._cast_there.wait()
             # In the dtype of compute, in host memory: it is sent in every pass, and changes once per step.
-            source = main if self._on_host is None else self._on_host
+            source = main if self.on_host is None else self.on_host
             for own, part in zip(self._own, source.runs()):
                 own.copy_(part, non_blocking=True)
             self._sent = lane.mark()
@@ -329,9 +328,9 @@ class Gathered(Source):
         main, cast = self._main, self._cast
         if not self._home.host or cast is None or cast.sends_main or not self._is_old:
             return
-        if self._on_host is None:
-            self._on_host = main.like(self._home.empty(main.local.numel(), cast.dtype))
-        target, source = self._on_host.local, main.local
+        if self.on_host is None:
+            self.on_host = main.like(self._home.empty(main.local.numel(), cast.dtype))
+        target, source = self.on_host.local, main.local
         # The device may still read what is to be overwritten.
         self._cast_there = self._home.beside(lambda: target.copy_(source), after=self._sent.synchronize)
         self._is_old = False

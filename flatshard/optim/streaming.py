@@ -1,0 +1,246 @@
+"""Steps on the device of weights and state that are in host memory, in pieces that pass through a few slots.
+
+copy in     | piece 2 | piece 3 |
+step        | piece 1 | piece 2 |
+copy out    | piece 0 | piece 1 |
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from flatshard import _torch
+from flatshard.buffer import DONE, Lane, Ticket
+from flatshard.engine.gradients.reduction import Reduced
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.weights.offload import Home
+from flatshard.optim.flat_params import PER_PARAMETER, Cut, FlatParam, State, set_grad
+from flatshard.optim.split_step import SplitStep
+
+PIECE = 1 << 24  # elements of a tensor that are stepped at a time
+_SLOTS = 3  # pieces on the device: one arrives, one is stepped, one leaves
+_GROUPS = 2  # groups whose gradients wait for their step while the backward goes on
+Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Slot:
+    """The device memory of a piece: kept until it has been copied out."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_out = DONE
+
+
+class Stream:
+    """Three lanes of one device, and the slots between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arriving, self._stepping, self._leaving = (
+            Lane(name, device) for name in ("state in", "step", "state out")
+        )
+        with self._arriving.following():  # what is still written to host memory comes first
+            pass
+        self._slots = deque(_Slot() for _ in range(_SLOTS))
+        self._gradients: deque[tuple[Ticket, object]] = deque()  # which are being read, and until when
+        self.stepped = self.saved = DONE  # when the last piece has been stepped, and when it is in host memory
+
+    def follow(self) -> None:
+        """Order steps after all work that has been enqueued on the current stream."""
+        with self._stepping.following():
+            pass
+
+    def run(self, given: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:
+        """Copy tensors to the device, call ``step`` with them, and copy out what it returns.
+
+        ``step`` returns pairs of a tensor on the device and one in host memory.
+        """
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        with self._arriving.entered((slot.is_out,)):
+            slot.tensors = []  # both lanes that have allocated them come after their last use
+            for tensor in given:
+                slot.tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self._arriving.device))
+                slot.tensors[-1].copy_(tensor, non_blocking=True)
+            arrived = self._arriving.mark()
+        with self._stepping.entered((arrived,)):
+            pairs = step(slot.tensors)
+            self.stepped = self._stepping.mark()
+        slot.tensors += [tensor for tensor, _ in pairs]
+        with self._leaving.entered((self.stepped,)):
+            # Versions tell changes by users.
+            with _torch.keeping_versions([host for _, host in pairs]):
+                for tensor, host in pairs:
+                    host.copy_(tensor, non_blocking=True)
+            self.saved = slot.is_out = self._leaving.mark()
+
+    def keep(self, gradients: object) -> None:
+        """Keep gradients until they have been read; the current stream waits for those of earlier groups."""
+        self._gradients.append((self.stepped, gradients))
+        while len(self._gradients) > _GROUPS:
+            self._gradients[0][0].wait()
+            self._gradients.popleft()
+
+    def join(self) -> None:
+        """Order the current stream after all steps, and later copies from host memory after those to it."""
+        self.stepped.wait()
+        self._gradients.clear()
+        with self._stepping.entered((self.saved,)):
+            pass
+        with self._arriving.entered((self.saved,)):
+            for slot in self._slots:
+                slot.tensors = []
+
+
+class StreamedStep:
+    """Steps flat parameters piece by piece. State, and main weights of groups with `Home.host`, are in host memory."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Stream] = {}
+        self.lent: defaultdict[Any, State] | None = None  # the state of the optimizer while it steps a piece
+
+    @torch.no_grad()
+    def step(
+        self,
+        flat_params: Sequence[FlatParam],
+        states: Mapping[Any, State],
+        split: SplitStep,
+        uncast: bool,
+        reduced: Reduced | None = None,
+    ) -> Ticket:
+        """Step flat parameters with the gradients that are attached to them, or with ``reduced`` ones, on the device.
+
+        Returns a ticket after which their weights can be read; waiting for it blocks the host if they are there.
+        """
+        tickets: list[Ticket] = []
+        by_group: dict[ParamGroup | None, list[FlatParam]] = {}
+        for each in flat_params:
+            by_group.setdefault(each.group(), []).append(each)
+        for group, mine in by_group.items():
+            assert group is not None
+            device = group.home.device
+            if device not in self._streams:
+                self._streams[device] = Stream(device)
+            stream = self._streams[device]
+            stream.follow()
+            for each in mine:
+                piece = _Piece(each, group, states[each.tensor], split, uncast, reduced)
+                for cut in each.cuts(PIECE):
+                    stream.run(piece.given(cut), functools.partial(self._run, piece, cut))
+            stream.keep([reduced, *(each.tensor.grad for each in mine)])
+            tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
+
+        def wait() -> None:
+            for ticket in tickets:
+                ticket.wait()
+
+        return Ticket(then=wait)
+
+    def _run(self, piece: _Piece, cut: Cut, arrived: Sequence[torch.Tensor]) -> Pairs:
+        parameter, entries = piece.parameter(cut, arrived)
+        self.lent = defaultdict(dict, {parameter: entries} if entries else {})
+        try:
+            piece.step(parameter)
+            return piece.results(cut, parameter, self.lent[parameter])
+        finally:
+            self.lent = None
+
+    def join(self) -> None:
+        """Order the current stream after all steps, before any is stepped again; frees slots and gradients."""
+        for stream in self._streams.values():
+            stream.join()
+
+    def synchronize(self) -> None:
+        """Block the host until all that has been stepped is in host memory."""
+        for stream in self._streams.values():
+            stream.saved.synchronize()
+
+
+class _Piece:
+    """A flat parameter that is stepped piece by piece, each from the same numbers."""
+
+    def __init__(
+        self,
+        of: FlatParam,
+        group: ParamGroup,
+        state: State,
+        split: SplitStep,
+        uncast: bool,
+        reduced: Reduced | None,
+    ) -> None:
+        self._of, self._state, self._split, self._uncast, self._reduced = of, state, split, uncast, reduced
+        self._before = dict(state)
+        self._wide = [key for key, value in state.items() if travels(key, value)]
+        self._home = state_home(group.home)
+        self._on_host = group.home.host
+        self._weight = of.tensor.detach()
+        gradient = of.tensor.grad if reduced is None else of.part(reduced.buffer)
+        assert gradient is not None
+        self._gradient = gradient
+        copied = group.source.on_host
+        self._compute = None if copied is None else of.part(copied)
+        options = split.groups[of.number]
+        self._counts_there = bool(options.get("fused") or options.get("capturable"))
+
+    def given(self, cut: Cut) -> list[torch.Tensor]:
+        """What is to be copied to the device."""
+        found = [cut(self._before[key]) for key in self._wide]
+        if self._on_host:
+            found.append(cut(self._weight))
+            if self._reduced is None:
+                found.append(cut(self._gradient))
+        return found
+
+    def parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
+        """A parameter with its gradient, and its state, on the device."""
+        rest = list(arrived[len(self._wide) :])
+        made = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
+        made.__dict__.update(self._of.tensor.__dict__)
+        gradient = rest.pop() if rest else cut(self._gradient)
+        set_grad(made, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
+        wide = dict(zip(self._wide, arrived))
+        return made, {k: wide[k] if k in wide else self._counted(v, made.device) for k, v in self._before.items()}
+
+    def _counted(self, value: Any, device: torch.device) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(device if self._counts_there else value.device, copy=True)
+        return copy.copy(value)
+
+    def step(self, parameter: nn.Parameter) -> None:
+        params: list[list[torch.Tensor]] = [[] for _ in self._split.groups]
+        params[self._of.number].append(parameter)
+        with self._split.with_params(params) as step:
+            self._split.result = step()
+
+    def results(self, cut: Cut, parameter: nn.Parameter, state: State) -> Pairs:
+        """What is to be copied to host memory, and where. Of numbers, the last piece's count."""
+        pairs: Pairs = []
+        for key, value in state.items():
+            if not travels(key, value):
+                self._state[key] = value
+                continue
+            if key not in self._state:
+                shape = torch.Size((*self._weight.shape[:1], *value.shape[1:]))
+                self._state[key] = self._home.empty(shape.numel(), value.dtype).view(shape)
+            pairs.append((value, cut(self._state[key])))
+        if self._on_host:
+            pairs.append((parameter.detach(), cut(self._weight)))
+            if self._compute is not None:
+                pairs.append((parameter.detach().to(self._compute.dtype), cut(self._compute)))
+        return pairs
+
+
+def travels(key: Any, value: Any) -> bool:
+    """Whether an entry of a state has numbers for the elements of its parameter."""
+    return isinstance(value, torch.Tensor) and key not in PER_PARAMETER
+
+
+def state_home(home: Home) -> Home:
+    """Where the state of a group is in host memory."""
+    return home if home.host else Home(home.device, True, home.device.type != "cpu", "offload_state=True")
