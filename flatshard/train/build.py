@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard.api import fully_shard
+from flatshard.optim.adamw8bit import AdamW8bit
 from flatshard.optim.combined import CombinedOptimizer
 from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -134,6 +136,7 @@ def _table(model: nn.Module) -> nn.Module:
 
 def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings) -> torch.optim.Optimizer:
     """AdamW, with weight decay for matrices only; or Muon for the matrices of blocks, and AdamW for the rest."""
+    kind = AdamW8bit if settings.optimizer == "adamw8bit" else functools.partial(torch.optim.AdamW, fused=True)
     inside = {parameter for block in blocks for parameter in block.parameters() if parameter.dim() >= 2}
     muon = settings.optimizer == "muon"
     parameters = [parameter for parameter in model.parameters() if not (muon and parameter in inside)]
@@ -141,7 +144,8 @@ def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSe
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = fully_shard_optimizer(torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True))
+    made: torch.optim.Optimizer = kind(groups, lr=settings.lr, betas=(0.9, 0.95))
+    adamw = fully_shard_optimizer(made, in_backward=settings.in_backward)
     if not muon:
         return adamw
 

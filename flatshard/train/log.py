@@ -30,12 +30,12 @@ class Step:
     """One optimizer step. The tensors are scalars and equal on all ranks; reading one waits for the device.
 
     ``loss``: mean over the whole batch before the update, in nats per token. ``grad_norm``: before clipping.
-    ``val_loss`` and ``sample``: of the model after the update; None in steps without validation or sample.
+    None with ``--in-backward``. ``val_loss`` and ``sample``: of the model after the update; None in steps without them.
     """
 
     number: int
     loss: Tensor
-    grad_norm: Tensor
+    grad_norm: Tensor | None
     lr: float
     val_loss: Tensor | None = None
     sample: str | None = None
@@ -141,7 +141,9 @@ class Log:
 
 
 def _line(step: Step) -> dict[str, Any]:
-    line = {"step": step.number, "loss": float(step.loss), "grad_norm": float(step.grad_norm), "lr": step.lr}
-    if step.val_loss is not None:
-        line["val_loss"] = float(step.val_loss)
+    line = {"step": step.number, "loss": float(step.loss), "lr": step.lr}
+    for name in ("grad_norm", "val_loss"):
+        value = getattr(step, name)
+        if value is not None:
+            line[name] = float(value)
     return line

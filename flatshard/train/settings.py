@@ -19,7 +19,7 @@ FILE = "settings.yaml"  # the file in the folder of a run that holds its setting
 # Settings that may change when a run is continued.
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
-_FREE |= {"tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
+_FREE |= {"in_backward", "tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
 
 
 class Mistake(ValueError):
@@ -110,6 +110,7 @@ class TrainSettings:
     layout: Literal["tensor", "flat", "auto"] = "tensor"  # layout of parameters in buffers
     reshard: bool = True  # free the weights of a block after forward, and all-gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
+    in_backward: bool = False  # step each block when its gradients are complete, and free them (needs --clip 0)
     precision: Literal["float32", "bfloat16"] = "float32"  # compute dtype; main weights stay float32
     gather_format: Literal["none", "int8", "float8", "auto"] = "none"  # encoding of weights in all-gathers
     reduce_format: Literal["none", "int8", "bf16_fp32"] = "none"  # encoding of gradients in reduce-scatters
@@ -118,7 +119,7 @@ class TrainSettings:
     loss_chunk: int = 1024  # tokens whose logits are computed at once; 0: all
     capture: bool = False  # on GPUs: capture the fourth step as one CUDA graph, and replay it from then on
     # Optimization
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices of blocks, AdamW for all else
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"  # adamw8bit: state in 8 bits; muon: for blocks' matrices
     lr: float = 3e-3  # peak learning rate
     schedule: Literal["cosine", "constant"] = "cosine"  # learning rate after warm-up
     warmup: int = 10  # steps of linear warm-up
@@ -159,12 +160,17 @@ class TrainSettings:
         uncaptured = {
             "--offload": (self.offload, "a CUDA graph cannot update weights in host memory"),
             "--experts": (self.experts > 0, "the host reads how many tokens each expert gets"),
-            "--optimizer muon": (self.optimizer == "muon", "Muon reads its learning rate on the host"),
+            f"--optimizer {self.optimizer}": (self.optimizer != "adamw", "it reads its learning rate on the host"),
             "--record": (self.record is not None, "a replayed step cannot be recorded"),
         }
         for flag, (given, reason) in uncaptured.items():
             if self.capture and given:
                 raise Mistake(f"--capture with {flag}: {reason}; leave out one of the two")
+        if self.in_backward and (self.clip or self.optimizer == "muon"):
+            what, reason = f"--clip {self.clip}", "gradients are freed before their norm is known; give --clip 0"
+            if not self.clip:
+                what, reason = "--optimizer muon", "Muon needs the gradients of all matrices; use another optimizer"
+            raise Mistake(f"--in-backward with {what}: {reason}")
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):

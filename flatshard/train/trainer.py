@@ -151,15 +151,16 @@ class Trainer:
         batch = tokens.to(self.device), targets.to(self.device), share.to(self.device)
         is_first = isinstance(self._update, Captured) and self._update.captures_next
         loss, norm = self._captured(batch) if is_first else self._update(*batch)
-        loss, norm = self._mean(loss), norm.clone()  # a CUDA graph overwrites its results in the next step
+        loss, norm = self._mean(loss), None if norm is None else norm.clone()  # the next replay overwrites results
         validates = settings.val_every and number % settings.val_every == 0
         val_loss = self.validate() if validates else None
         samples = settings.sample and settings.sample_every and number % settings.sample_every == 0
         return Step(number, loss, norm, lr, val_loss, self.sample() if samples else None)
 
-    def _eager(self, tokens: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    def _eager(self, tokens: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run one step; returns the mean loss of this rank's rows, and the norm of the gradient before clipping.
 
+        With ``--in-backward``, the backward has freed the gradients, and there is no norm.
         ``share``: the result of `share_of`. Ranks and micro-batches may have different numbers of targets that count.
         """
         parts = self.settings.microbatches
@@ -169,12 +170,14 @@ class Trainer:
                 part = self.model(inputs, labels) * share / parts
                 part.backward()
             loss += part.detach()
-        norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
+        norm = None
+        if not self.settings.in_backward:
+            norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _captured(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _captured(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Run the step that is captured as a CUDA graph. If this fails on one rank, Mistake on all ranks."""
         try:
             return on_all_ranks(Exchange("control"), lambda: self._update(*batch))

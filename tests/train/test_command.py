@@ -138,6 +138,11 @@ def short_file(tmp_path):
         ("--steps -1", "--steps -1: must be at least 1"),
         ("--lr nan", "--lr nan: must be more than 0"),
         ("--clip -1", "--clip -1.0: must be 0 or more"),
+        (
+            "--in-backward",
+            "--in-backward with --clip 1.0: gradients are freed before their norm is known; give --clip 0",
+        ),
+        ("--in-backward --clip 0 --optimizer muon", "--in-backward with --optimizer muon: Muon needs the gradients"),
         ("--heads 3", "width 128: must be an even multiple of heads, 3"),
         ("--kv-heads 3", "heads 4: must be a multiple of kv-heads, 3"),
         ("--prompt=", "--prompt : must be at least one character"),

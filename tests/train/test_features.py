@@ -83,6 +83,23 @@ def test_muon_and_formats_train(ranks, tmp_path):
     assert losses != plain
 
 
+def test_steps_in_backward_and_state_in_8_bits_train_alike(ranks, tmp_path):
+    """Steps in backward change no bit. State in 8 bits is the same on any number of processes, and after a load."""
+    plain = replace(TINY, clip=0.0, losses=tmp_path / "losses.jsonl")
+    small = replace(plain, optimizer="adamw8bit", checkpoint=tmp_path, in_backward=True, losses=None)
+    early = replace(plain, in_backward=True, losses=tmp_path / "early.jsonl")
+    told, same, first, rest = ranks(2, _train, [plain, early, replace(small, steps=2), small])[0]
+    assert told == same
+    lines = [json.loads((tmp_path / name).read_text().splitlines()[0]) for name in ("losses.jsonl", "early.jsonl")]
+    assert [line.keys() for line in lines] == [
+        {"step", "loss", "lr", "grad_norm", "tokens_per_second"},
+        lines[0].keys() - {"grad_norm"},
+    ]
+    expected = ranks(1, _train, [replace(small, checkpoint=None, in_backward=False)])[0][0][0]
+    assert first[0] + rest[0] == pytest.approx(expected, rel=1e-4)
+    assert expected != told[0]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, tmp_path, tied):
