@@ -297,7 +297,8 @@ class Root:
         """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             self.program.need(unit.index, self._comes_later)
-        unit.leases.pop(Lease.PREFETCH, None)
+        if Lease.PREFETCH in unit.leases:
+            del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
             self._recomputed = None  # in use again
         if gather and not unit.is_gathered:
