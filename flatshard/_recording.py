@@ -58,7 +58,9 @@ class Recording:
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
-        self._roots: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # by id: a root, and a row for each group
+        self.is_over = False  # has been stopped
+        self._roots = weakref.WeakSet[Any]()  # that are described in `_units`
+        self._units: list[dict[str, Any]] = []  # a row for each group
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._base: Moment = None
         self._cuda = False
@@ -80,8 +82,9 @@ class Recording:
     @contextmanager
     def around(self, phase: str, unit: str, root: Any) -> Iterator[None]:
         """Record the body as a wait of the current stream (on CUDA) or of the caller (on CPU)."""
-        if id(root) not in self._roots:
-            self._roots[id(root)] = root, _described(root)
+        if root not in self._roots:
+            self._roots.add(root)
+            self._units += _described(root)
         device = root.device
         begin = self.now(device)
         yield
@@ -111,6 +114,13 @@ class Recording:
                 work.get_future().add_done_callback(ended)
         if not works:
             launch.end = time.perf_counter()
+
+    def stop(self) -> None:
+        """Record nothing more, also if another recording, which began within this one, ends."""
+        global active
+        self.is_over = True
+        if active is self:
+            active = None
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._optimizer is None or self._optimizer() is None:
@@ -169,7 +179,7 @@ class Recording:
             "spans": [*self._computed(waits, start, bounds), *self._sent(start, stop)],
             "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
             "memory": [{"at": self._span(wait, start)["end"], **wait.memory} for wait in waits],
-            "units": [row for _, rows in self._roots.values() for row in rows],
+            "units": self._units,
         }
 
     def _span(self, wait: Wait, start: float) -> dict[str, float]:
@@ -239,4 +249,4 @@ def recording(only_waits: bool = False) -> Iterator[Recording]:
         yield active
     finally:
         hook.remove()
-        active, launches = before
+        active, launches = (None, None) if before[0] is not None and before[0].is_over else before

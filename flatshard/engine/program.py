@@ -146,10 +146,10 @@ class Program:
         if kind is Pass.BACKWARD:
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
 
-    def need(self, unit: int, is_ahead: Callable[[int], bool]) -> None:
-        """The running pass needs this unit now.
+    def need(self, unit: int, is_ahead: Callable[[int], bool]) -> Sequence[int]:
+        """The running pass needs this unit now. Returns the units that it has skipped.
 
-        Units that were expected before it count as skipped, unless a backward will still reach them. A unit that is not
+        Those are the units that were expected before it, unless a backward will still reach them. A unit that is not
         expected at all (another branch, evaluation of a submodule) does not change the prediction.
         """
         self.needed[unit] = None
@@ -157,13 +157,16 @@ class Program:
             self._needs.append(unit)
         upcoming = self.upcoming
         if not upcoming:
-            return
+            return ()
         if upcoming[0] == unit:
             del upcoming[0]
-        elif unit in upcoming:
-            place = upcoming.index(unit)
-            later = [other for other in upcoming[:place] if is_ahead(other)] if self.running is Pass.BACKWARD else []
-            upcoming[: place + 1] = later
+            return ()
+        if unit not in upcoming:
+            return ()
+        passed = upcoming[: upcoming.index(unit)]
+        later = [other for other in passed if is_ahead(other)] if self.running is Pass.BACKWARD else []
+        upcoming[: len(passed) + 1] = later
+        return [other for other in passed if other not in later]
 
     @property
     def is_halfway(self) -> bool:

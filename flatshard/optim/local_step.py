@@ -61,9 +61,11 @@ class LocalStep:
                 "GradScaler cannot be used with fully_shard_optimizer(..., in_backward=True), because the backward "
                 "steps parameters before gradients are unscaled; leave one of the two out"
             )
-        if self._again is not None:
+        again, self._again = self._again, None
+        if again is not None:
+            self._stepped.clear()  # gradients may be cleared without `zero_grad` of this optimizer
             raise RuntimeError(
-                f"parameter '{self._again}' got another gradient after a backward had stepped it: in_backward=True "
+                f"parameter '{again}' got another gradient after a backward had stepped it: in_backward=True "
                 "needs one backward per step; mark micro-batches with flatshard.microbatch"
             )
         stepped, self._stepped = self._stepped, set()

@@ -383,6 +383,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
     if not set_to_none:
         join_reduces()
+        _local(self).free_gradients()  # of parameters that a backward has stepped
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
             torch._foreach_zero_([_torch.local_of(grad) for grad in grads])

@@ -217,6 +217,22 @@ def test_a_unit_that_is_skipped_is_gathered_in_vain_once_and_never_reduced(ranks
     ranks(2, _unused)
 
 
+def _skipped(rank: int, world: int, max_gathered: int) -> None:
+    model = sharded_chain(schedule=SchedulePolicy(max_gathered=max_gathered))
+    for order in ((0, 2), (1, 3), (0, 3)):
+        model.order = tuple(range(DEPTH))
+        pool = warm(model).root.gather_pool
+        model.order, pool.peak_buffers = order, 0
+        step(model)
+        equal(pool.peak_buffers, 1 + max_gathered)  # the root is kept
+        equal(pool.live_buffers, 0)
+
+
+@pytest.mark.parametrize("max_gathered", [1, 2])
+def test_skipped_units_that_were_prefetched_do_not_stay_gathered(ranks, max_gathered):
+    ranks(2, _skipped, max_gathered)
+
+
 class _Log(deque[Ticket]):
     """A lane's history that also writes down the names of what is launched."""
 

@@ -197,6 +197,38 @@ def test_what_is_loaded_after_a_broken_backward_is_not_stepped(ranks):
     ranks(2, _restored)
 
 
+def _fail(*given):
+    raise KeyError("in backward")
+
+
+def _going_on(rank, world, how):
+    """After a backward that raised, steps go on once gradients have been cleared."""
+    model, optimizer, tokens = _two_steps(rank, world)
+    hook = model.blocks[0].register_full_backward_pre_hook(_fail)
+    with pytest.raises(KeyError):
+        loss_of(model, tokens).backward()
+    hook.remove()
+    if how == "zeros":
+        optimizer.zero_grad(set_to_none=False)
+    else:  # which the optimizer does not notice
+        model.zero_grad()
+        loss_of(model, tokens).backward()
+        with pytest.raises(RuntimeError, match="needs one backward per step"):
+            optimizer.step()
+        model.zero_grad()
+    for _ in range(2):
+        before = [local.detach().clone() for local in _locals(model.parameters())]
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        model.zero_grad()
+        assert not any(map(torch.equal, before, _locals(model.parameters())))
+
+
+@pytest.mark.parametrize("how", ["zeros", "model"])
+def test_steps_go_on_after_a_broken_backward(ranks, how):
+    ranks(2, _going_on, how)
+
+
 class Paths(nn.Module):
     def __init__(self) -> None:
         super().__init__()

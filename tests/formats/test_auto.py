@@ -104,6 +104,32 @@ def test_a_step_is_measured_without_evaluation_and_beside_a_recording(ranks):
     ranks(2, _recorded)
 
 
+def _ended(rank, world):
+    """The recording ends with the choice, within another recording too, and with the model."""
+    model = _model(AUTO)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        _step(model, optimizer, number, rank)
+    loss = model(torch.ones(4, WIDTH)).sum()
+    with _recording.recording():
+        loss.backward()
+        optimizer.step()
+        _step(model, optimizer, 3, rank)
+    assert "auto" not in _formats(model)
+    assert _recording.active is None
+    other = _model(AUTO)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(3):
+        _step(other, optimizer, number, rank)
+    assert _recording.active is not None
+    del other, optimizer
+    assert _recording.active is None
+
+
+def test_the_recording_ends(ranks):
+    ranks(2, _ended)
+
+
 def test_wrong_words_are_refused():
     with pytest.raises(ValueError, match="int8, float8, auto or None"):
         MixedPrecisionPolicy(gather_format="automatic")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class AutoFormats:
 
     def __init__(self) -> None:
         self._recording: _recording.Recording | None = None
-        self._is_own = False  # the recording: else it is one of the user's
+        self._stop: weakref.finalize[[], AutoFormats] | None = None  # the recording, unless it is one of the user's
         self._first = 0  # of its waits, in the step that is measured
         self._step = _WARMUP + 1  # that step
 
@@ -46,21 +47,24 @@ class AutoFormats:
         if self._recording is not None and step > self._step and grads:
             return self.choose(root)
         if self._recording is None and step >= self._step and grads:
-            self._is_own, self._step = _recording.active is None, step
-            self._recording = _recording.active or _recording.Recording()
+            self._recording, self._step = _recording.active, step
+            if self._recording is None:
+                self._recording = _recording.Recording()
+                self._stop = weakref.finalize(self, self._recording.stop)  # if the model is deleted before the choice
             self._first = len(self._recording.waits)
         self._record(grads)  # evaluation does not count
         return False
 
     def _record(self, on: bool) -> None:
-        if self._is_own and _recording.active in (None, self._recording):
+        if self._stop is not None and _recording.active in (None, self._recording):
             _recording.active = self._recording if on else None
 
     def choose(self, root: RootWithFormats) -> bool:
         """Choose the formats by what has been measured. All ranks call it, between passes."""
         if self._recording is None or any(map(_must_stay, root.units)):
             return False
-        self._record(False)
+        if self._stop is not None:
+            self._stop()
         exposed = self._recording.gather_waits(self._first)
         mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
         found = root.gather_lane.most(root.meshes, mine, "the choice of gather formats")

@@ -174,7 +174,9 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
                 unit.forward_over(grads)
-        self._release_prefetched()
+        for unit in self.units:
+            if Lease.PREFETCH in unit.leases:
+                unit.release()
         self._end_pass()
 
     def begin_backward(self) -> None:
@@ -218,7 +220,9 @@ class Root:
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.backward_over()
-        self._release_prefetched()
+        for unit in self.units:
+            if Lease.PREFETCH in unit.leases:
+                unit.release()
         self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
@@ -296,7 +300,9 @@ class Root:
     def arrive(self, unit: Unit, gather: bool) -> None:
         """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
-            self.program.need(unit.index, self._comes_later)
+            for skipped in map(self.unit_at, self.program.need(unit.index, self._comes_later)):
+                if skipped is not None and Lease.PREFETCH in skipped.leases:
+                    skipped.release()
         if Lease.PREFETCH in unit.leases:
             del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
@@ -493,12 +499,6 @@ class Root:
                 one = max(one, opening)
         arriving = sum(group.arriving_bytes for group in other.groups)
         return self.gather_pool.live_bytes + arriving + staying + one
-
-    def _release_prefetched(self) -> None:
-        """Release units that were prefetched but not needed."""
-        for unit in self.units:
-            if Lease.PREFETCH in unit.leases:
-                unit.release()
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
