@@ -15,6 +15,6 @@ class Lease(Enum):
 
     PASS = "a pass"  # is running through the unit, or has recomputed it for its backward
     USER = "gathered()"  # its block is running
-    PREFETCH = "prefetch"  # the running pass has not reached the unit yet; ends with that pass at the latest
+    PREFETCH = "prefetch"  # until the running pass reaches the unit, passes it over, or ends
     NEXT = "the next pass"  # uses them if main has not changed by then
     GRAPH = "a graph of gradients"  # of a backward with create_graph=True; its own backward reads the weights
