@@ -33,6 +33,7 @@ class Wait:
     begin: Moment
     end: Moment
     memory: dict[str, int | None]
+    root: int  # the id of the root of the unit
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ class Recording:
             memory = {"gathered": root.gather_pool.live_bytes, "staging": root.reduce_pool.live_bytes}
             memory["gradients"] = sum(group.gradients.main_grads.live_bytes for group in groups)
             memory["allocated"] = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-        self.waits.append(Wait(phase, unit, begin, end, memory))
+        self.waits.append(Wait(phase, unit, begin, end, memory, id(root)))
 
     def launched(
         self, lane: str, kind: str, unit: str, numbytes: int, begin: Moment, works: Sequence[Any], device: torch.device
@@ -146,12 +147,12 @@ class Recording:
         }
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
-    def gather_waits(self, first: int) -> dict[str, float]:
-        """Seconds of waiting for all-gathers by unit, from the wait with this number on."""
+    def gather_waits(self, first: int, root: Any) -> dict[str, float]:
+        """Seconds of waiting for all-gathers by unit of a root, from the wait with this number on."""
         self._settle()
         found: dict[str, float] = {}
         for wait in self.waits[first:]:
-            if wait.phase != "reduce":
+            if wait.phase != "reduce" and wait.root == id(root):
                 found[wait.unit] = found.get(wait.unit, 0.0) + self.seconds(wait.end) - self.seconds(wait.begin)
         return found
 

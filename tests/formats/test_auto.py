@@ -78,9 +78,9 @@ def _recorded(rank, world):
     seen = []
     waits = _recording.Recording.gather_waits
 
-    def spied(self, first):
+    def spied(self, first, root):
         seen.append(_of_blocks(self.waits[first:]))
-        return waits(self, first)
+        return waits(self, first, root)
 
     with mock.patch.object(_recording.Recording, "gather_waits", spied), mock.patch.object(auto_formats, "_COST", 0.0):
         for number in range(3):
@@ -128,6 +128,32 @@ def _ended(rank, world):
 
 def test_the_recording_ends(ranks):
     ranks(2, _ended)
+
+
+def _two(rank, world):
+    """Waits of another model, whose units have the same names, do not count."""
+    model, other = _model(AUTO), _model(replace(AUTO, gather_format=None))
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    sums = []
+    waits = _recording.Recording.gather_waits
+
+    def spied(self, first, root):
+        own, others = (waits(self, first, each) for each in (root, unit_of(other).root))
+        both = sum(self.seconds(w.end) - self.seconds(w.begin) for w in self.waits[first:] if w.phase != "reduce")
+        sums.append((sum(own.values()), sum(others.values()), both))
+        return own
+
+    with mock.patch.object(_recording.Recording, "gather_waits", spied):
+        for number in range(4):
+            other(torch.ones(4, WIDTH)).sum().backward()
+            _step(model, optimizer, number, rank)
+    ((own, others, both),) = sums
+    assert others > 0
+    assert own == pytest.approx(both - others)
+
+
+def test_two_models(ranks):
+    ranks(2, _two)
 
 
 def test_wrong_words_are_refused():

@@ -65,7 +65,7 @@ class AutoFormats:
             return False
         if self._stop is not None:
             self._stop()
-        exposed = self._recording.gather_waits(self._first)
+        exposed = self._recording.gather_waits(self._first, root)
         mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
         found = root.gather_lane.most(root.meshes, mine, "the choice of gather formats")
         for unit, nanoseconds in zip(root.units, found):
