@@ -121,6 +121,7 @@ def _equal(rank, world, kind, case, micro, options):
 OFFLOADED, EARLY = {"offload_state": True}, {"in_backward": True}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["zero 3", "zero 1", "flat", "cast", "offload"])
 @pytest.mark.parametrize(
     ("kind", "micro", "options"),
@@ -141,6 +142,7 @@ def test_state_in_host_memory(ranks, kind, case, micro, options):
     ranks(2, _equal, kind, case, micro, options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["offload", "offload, zero 1", "offload, float32"])
 @pytest.mark.parametrize(
     ("kind", "micro"), [("adamw", 1), ("fused", 2), ("amsgrad", 1), ("momentum", 2), ("8 bits", 1)]
@@ -211,6 +213,7 @@ def _loaded(rank, world, kind, before, after, how, folder):
     _assert_equal(*found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["state dict", "checkpoint"])
 @pytest.mark.parametrize("kind", ["adamw", "fused", "8 bits"])
 @pytest.mark.parametrize(("before", "after"), [(OFFLOADED, OFFLOADED), (OFFLOADED, {}), ({}, OFFLOADED | EARLY)])
