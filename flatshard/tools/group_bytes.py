@@ -155,7 +155,7 @@ class GroupBytes:
         if axes > 1:
             halfway = torch.float32 if inner is not None and outer is not None else self.reduce
             self.reducing += self._numel(self._halfway) * halfway.itemsize
-        for launch in self._reduces(1):
+        for launch in self._reduces(True):
             if launch.kind == "all_to_all":
                 self.reducing += 2 * launch.size  # the encoded gradients that are sent, and those that are received
             elif launch.kind == "all_gather":
@@ -222,9 +222,10 @@ class GroupBytes:
 
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
         """The reduces of all micro-batches or, with ``is_last``, of one: the last one, or another."""
-        rounds = self.setup.microbatches
-        found = _real(self._reduces(rounds))
-        return found if is_last is None else [x for x in found if is_last or x.times == rounds]
+        if is_last is not None:
+            return _real(self._reduces(is_last))
+        earlier = self.setup.microbatches - 1
+        return _real([*self._reduces(True), *(replace(x, times=earlier) for x in self._reduces(False))])
 
     def encoding(self, is_last: bool) -> int:
         """Bytes that one reduce reads and writes to encode and decode gradients."""
@@ -255,32 +256,37 @@ class GroupBytes:
                 found.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
         return found
 
-    def _reduces(self, rounds: int) -> list[PlannedCollective]:
+    def _reduces(self, is_last: bool) -> list[PlannedCollective]:
+        """The reduces of the last micro-batch, or of one before, after which axes may rest unreduced."""
         if not self.trainable:
             return []
+        rests = [given != final for given, final in zip(self.placements.gradient, self.placements.optimizer)]
+        # Which parameters were used is told when gradients become final.
+        told = self._told if is_last or not any(rests) else 0
         found: list[PlannedCollective] = []
         held: list[Placement] = list(replicated(len(self.setup.mesh)).parameter)
         for axis in reversed(range(len(held))):
             final = self.placements.optimizer[axis]
-            times = rounds if self.placements.gradient[axis] == final else 1
+            if rests[axis] and not is_last:
+                break
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(self._collective("all_to_all", axis, size, times))
+                    found.append(self._collective("all_to_all", axis, size))
                 else:
-                    found.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size, times))
+                    found.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size))
             elif is_sharded(final):
-                told = self.setup.mesh[axis] * self._told
-                size = (self.layout.run_numel * self._pieces(held) + told) * self.reduce.itemsize
-                found.append(self._collective("reduce_scatter", axis, size, times, self._segments + bool(told)))
+                elements = self.layout.run_numel * self._pieces(held) + self.setup.mesh[axis] * told
+                size, segments = elements * self.reduce.itemsize, self._segments + bool(told)
+                found.append(self._collective("reduce_scatter", axis, size, segments=segments))
             else:
-                size = (self._numel(held) + self._told) * self.reduce.itemsize
-                found.append(self._collective("all_reduce", axis, size, times))
+                size = (self._numel(held) + told) * self.reduce.itemsize
+                found.append(self._collective("all_reduce", axis, size))
             held[axis] = final if is_sharded(final) else held[axis]
         return found
 
     def _collective(
-        self, kind: CollectiveKind, axis: int, size: int, times: int, segments: int = 1, reduces: bool = True
+        self, kind: CollectiveKind, axis: int, size: int, times: int = 1, segments: int = 1, reduces: bool = True
     ) -> PlannedCollective:
         """A collective among all ranks of an axis."""
         stride = self.setup.stride * math.prod(self.setup.mesh[axis + 1 :])
