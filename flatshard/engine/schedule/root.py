@@ -174,9 +174,7 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
                 unit.forward_over(grads)
-        for unit in self.units:
-            if Lease.PREFETCH in unit.leases:
-                unit.release()
+        self._release_prefetched()
         self._end_pass()
 
     def begin_backward(self) -> None:
@@ -220,9 +218,7 @@ class Root:
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.backward_over()
-        for unit in self.units:
-            if Lease.PREFETCH in unit.leases:
-                unit.release()
+        self._release_prefetched()
         self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
@@ -499,6 +495,12 @@ class Root:
                 one = max(one, opening)
         arriving = sum(group.arriving_bytes for group in other.groups)
         return self.gather_pool.live_bytes + arriving + staying + one
+
+    def _release_prefetched(self) -> None:
+        """Release units that the pass, which ends, has not reached."""
+        for unit in self.units:
+            if Lease.PREFETCH in unit.leases:
+                unit.release()
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
