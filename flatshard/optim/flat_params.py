@@ -45,6 +45,7 @@ class FlatParam:
     ) -> None:
         self.parameters: list[nn.Parameter] = [group.params[index].sharded for index in indices]
         self.number = number  # of the parameter group that it belongs to
+        self.is_streamed = False  # stepped on the device with state, or also weights, from host memory
         self._flat = flat  # is to be flat wherever its gradients lie in one buffer
         self.main = group.main
         self.group = weakref.ref(group)

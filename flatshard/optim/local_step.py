@@ -78,7 +78,7 @@ class LocalStep:
             result, ticket = self._run(optimizer, left, self._others, base)
             ticket.wait()
         self._streamed.join()
-        for group in {each.group() for each in self._flat_params if self._streams(each)}:
+        for group in {each.group() for each in self._flat_params if each.is_streamed}:
             if group is not None and group.home.host:
                 group.note_step()
         return result
@@ -87,11 +87,6 @@ class LocalStep:
     def is_stepping(self) -> bool:
         """Whether the optimizer's step is running, and has our state."""
         return self._lent is not None or self._streamed.lent is not None
-
-    def _streams(self, each: FlatParam) -> bool:
-        """Whether a flat parameter is stepped on the device with state, or also weights, from host memory."""
-        group = each.group()
-        return self.offloads or (self.early is not None and group is not None and group.home.host)
 
     def step_early(self, optimizer: Optimizer, group: ParamGroup, reduced: Reduced | None) -> Ticket | None:
         """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new.
@@ -128,11 +123,11 @@ class LocalStep:
         reduced: Reduced | None = None,
     ) -> tuple[Any, Ticket]:
         """Step flat parameters, and others ``beside`` them. Returns the result, and when weights can be read."""
-        streamed = [each for each in mine if self._streams(each)]
+        streamed = [each for each in mine if each.is_streamed]
         result, ticket = None, DONE
         try:
             if len(streamed) < len(mine) or any(beside) or not mine:
-                result = self._run_here(optimizer, [each for each in mine if not self._streams(each)], beside, base)
+                result = self._run_here(optimizer, [each for each in mine if not each.is_streamed], beside, base)
             if streamed:
                 self._outdated, split = True, SplitStep(optimizer, base)
                 ticket = self._streamed.step(streamed, self.flat_state, split, self.uncast, reduced)
@@ -223,7 +218,7 @@ class LocalStep:
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
         # What is streamed is cast piece by piece.
-        return all(each.attach_gradient(self.uncast or self._streams(each)) for each in flat_params)
+        return all(each.attach_gradient(self.uncast or each.is_streamed) for each in flat_params)
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
@@ -258,6 +253,9 @@ class LocalStep:
         _cut_as_parameters(groups, outer)
         refuse_replaced(optimizer)
         self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
+        for each in self._flat_params:
+            group = each.group()
+            each.is_streamed = self.offloads or (self.early is not None and group is not None and group.home.host)
         self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self.flat_state = defaultdict(dict)
@@ -269,7 +267,7 @@ class LocalStep:
                 cut_entries(each.parameters[0], outer.get(each.parameters[0], {}))
             taken, kinds = each.join_state(outer)
             group = each.group()
-            if group is not None and self._streams(each):
+            if group is not None and each.is_streamed:
                 home = state_home(group.home)
                 taken = {key: home.keep(value) if kinds[key] else value for key, value in taken.items()}
             if taken:
