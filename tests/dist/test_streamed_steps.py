@@ -25,17 +25,13 @@ from flatshard.engine.units.unit import unit_of
 from flatshard.engine.weights.offload import Home
 from flatshard.optim import AdamW8bit, adamw8bit, streaming
 from flatshard.optim.step import is_settled
+from tests.dist import test_step_in_backward
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
-from tests.dist.test_step_in_backward import Paths
+from tests.dist.test_step_in_backward import MIXED, ROWS, Paths
 
-ROWS = 8
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02),
-    "fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+OPTIMIZERS = test_step_in_backward.OPTIMIZERS | {
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.02, amsgrad=True),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.1),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
     "8 bits": lambda params: AdamW8bit(params, lr=0.02),
