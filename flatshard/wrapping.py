@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -76,12 +77,16 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 def _large(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Large embeddings and linear layers outside of blocks; those that share a weight are in one list."""
     inside = {module for block in blocks for module in block.modules()}
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    least = _LARGE * max(sizes, default=0)
     by_weight: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if module in inside or module is model or not isinstance(module, (nn.Embedding, nn.Linear)):
             continue
-        if blocks and module.weight.numel() >= least:
+        if is_large(module, blocks):
             by_weight.setdefault(id(module.weight), []).append(module)
     return list(by_weight.values())
+
+
+def is_large(module: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether an embedding or a head is large enough, beside the blocks of its model, to be a unit."""
+    largest = max((sum(parameter.numel() for parameter in block.parameters()) for block in blocks), default=math.inf)
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False)) >= _LARGE * largest

@@ -18,6 +18,7 @@ from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
 from flatshard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from flatshard.train.model import Llama, mean_loss
 from flatshard.train.settings import Mistake, TrainSettings
+from flatshard.wrapping import is_large
 
 
 class Causal(nn.Module):
@@ -99,7 +100,7 @@ def build_mesh(settings: TrainSettings, kind: str, world: int, nodes: int) -> De
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, mesh: DeviceMesh) -> None:
-    """Shard the model. Units are the blocks, the model itself and, with --rows, the embedding."""
+    """Shard the model. Units are the blocks, the model itself and, with --rows or if it is large, the embedding."""
     half = settings.precision == "bfloat16"
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if half else None,
@@ -108,11 +109,14 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, me
         reduce_format=None if settings.reduce_format == "none" else settings.reduce_format,
     )
     strategy = 3 if mesh.ndim > 1 else int(settings.strategy[-1])
-    tables = [_table(model)] if settings.rows else []
+    table = _table(model)
+    if settings.rows and table is None:
+        raise Mistake("--rows: the embedding of --model is tied to its head, which needs all rows; leave --rows out")
+    tables = [table] if table is not None and (settings.rows or is_large(table, blocks)) else []
     for module in (*tables, *blocks, model):
         fully_shard(
             module,
-            rows=module in tables,
+            rows=settings.rows and module is table,
             mesh=mesh,
             mp_policy=precision,
             strategy=strategy,
@@ -123,15 +127,13 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, me
         )
 
 
-def _table(model: nn.Module) -> nn.Module:
-    """The embedding that --rows applies to; Mistake if the model cannot have one."""
+def _table(model: nn.Module) -> nn.Module | None:
+    """The embedding of a model; None if it is tied to the head."""
     if isinstance(model, Llama):
         return model.embed
     assert isinstance(model, Causal)
-    if model.inner.config.tie_word_embeddings:
-        raise Mistake("--rows: the embedding of --model is tied to its head, which needs all rows; leave --rows out")
     found: nn.Module = model.inner.get_input_embeddings()
-    return found
+    return None if model.inner.config.tie_word_embeddings else found
 
 
 def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings) -> torch.optim.Optimizer:

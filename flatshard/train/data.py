@@ -46,7 +46,8 @@ class Text:
         if self.tokenizer is not None:
             return str(self.tokenizer.decode(list(tokens)))
         if self.vocab <= 256:
-            return bytes(tokens).decode(errors="replace")
+            # Models may have more tokens than there are bytes. No text has the byte 255: it is shown as a replacement.
+            return bytes(min(token, 255) for token in tokens).decode(errors="replace")
         return " ".join(map(str, tokens))  # without a tokenizer, the meaning of tokens is unknown
 
     def beginning(self) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flatshard.cli import main
+from flatshard.engine.tree.build import units_below
 from flatshard.tools.report import Record
 from flatshard.train.build import build_mesh, build_model
 from flatshard.train.command import check_settings
@@ -56,6 +57,21 @@ def test_all_of_it_trains_as_in_one_process(ranks, tmp_path):
     assert len(record.data["steps"]) == 2
     assert {span["lane"] for span in record.data["spans"]} >= {"compute", "reduce"}
     assert record.data["run"]["memory"]["parameters"] > 0
+
+
+def _large_embedding(rank, world, folder):
+    settings = replace(TINY, model=folder)
+    trainer = Trainer(settings, load_text(settings), build_mesh(settings, "cpu", world, 1))
+    list(trainer.steps())
+    return [name for name, _ in units_below(trainer.model)], trainer.sample()
+
+
+def test_a_large_embedding_is_a_unit_and_tokens_beyond_bytes_are_shown(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 4096}))
+    units, sample = ranks(1, _large_embedding, tmp_path)[0]
+    assert any(name.endswith("embed_tokens") for name in units)
+    assert "\ufffd" in sample
 
 
 @pytest.mark.full
