@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a build of torch without CUDA has none
-    triton = None
+    triton = tl = None
 
 _TILE = 2048  # elements that one program encodes or decodes
 _FIELDS = 5

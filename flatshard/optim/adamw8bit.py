@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from flatshard import _arguments, _torch
+from flatshard.buffer import kernels
 from flatshard.buffer.ragged import RaggedDTensor
+from flatshard.optim import adamw8bit_kernel
 from flatshard.optim.combined import evaluated
 
 BLOCK = 256
@@ -44,6 +46,8 @@ _CODES = {
     "exp_avg": _Code(torch.int8, 127, lambda x: x.abs().sqrt_().mul_(x.sign()), lambda x: x * x.abs()),
     "exp_avg_sq": _Code(torch.uint8, 255, lambda x: x.sqrt_().sqrt_(), lambda x: x.square_().square_()),
 }
+# Names and dtypes of what the state of a parameter consists of: its codes, and its scales.
+_ENTRIES = [(name, code.dtype) for name, code in _CODES.items()], [(name, torch.float32) for name in ROWWISE]
 
 
 class AdamW8bit(Optimizer):
@@ -98,20 +102,28 @@ class AdamW8bit(Optimizer):
             _begin(parameter, state)
         state["step"] += 1
         step = float(state["step"])
-        (one, two), lr = group["betas"], float(group["lr"])
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        unbias1, unbias2 = 1 / (1 - beta1**step), 1 / (1 - beta2**step)
+        decay, eps = 1 - lr * group["weight_decay"], group["eps"]
         weight, gradient = _torch.held_of(parameter), _torch.held_of(parameter.grad)  # type: ignore[arg-type]
+        if "exp_avg_scale" in state and kernels.usable(weight):
+            codes, scales = ([_held(parameter, state, name, dtype) for name, dtype in kind] for kind in _ENTRIES)
+            if all(tensor.is_contiguous() for tensor in (weight, gradient, *codes, *scales)):
+                factors = (decay, beta1, 1 - beta1, beta2, 1 - beta2, unbias1, unbias2, eps, lr)
+                adamw8bit_kernel.step(weight, gradient, codes, scales, BLOCK, factors)
+                return
         gradient = gradient.float()
         first = _read(parameter, state, "exp_avg")
-        first.mul_(one).add_(gradient * (1 - one))
+        first.mul_(beta1).add_(gradient * (1 - beta1))
         second = _read(parameter, state, "exp_avg_sq")
-        second.mul_(two).add_(gradient.square().mul_(1 - two))
+        second.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
         _write(state, "exp_avg", first)
         _write(state, "exp_avg_sq", second)
         # The update is that of the moments before they were rounded.
-        second.div_(1 - two**step).sqrt_().add_(group["eps"])
-        update = first.div_(1 - one**step).div_(second).mul_(lr)
+        second.mul_(unbias2).sqrt_().add_(eps)
+        update = first.mul_(unbias1).div_(second).mul_(lr)
         new = weight.float() if weight.dtype != torch.float32 else weight
-        new.mul_(1 - lr * group["weight_decay"]).sub_(update)
+        new.mul_(decay).sub_(update)
         if new is not weight:
             weight.copy_(new)
 
@@ -200,7 +212,7 @@ def _read(parameter: torch.Tensor, state: dict[str, Any], name: str) -> torch.Te
     code = _CODES[name]
     codes = _held(parameter, state, name, code.dtype)
     scales = _held(parameter, state, f"{name}_scale", torch.float32)
-    values = code.decode(_blocks(codes).float().div_(code.steps)).mul_(scales.unsqueeze(-1)).flatten(1)
+    values = code.decode(_blocks(codes).float().mul_(1 / code.steps)).mul_(scales.unsqueeze(-1)).flatten(1)
     width = codes.shape[1:].numel()
     return (values if values.shape[1] == width else values[:, :width].contiguous()).view(codes.shape)
 
