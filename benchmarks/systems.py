@@ -113,12 +113,12 @@ def ddp(setup: Setup) -> Step:
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp2(setup: Setup, **units: Any) -> Step:
-    """PyTorch FSDP2."""
+def fsdp2(setup: Setup, optimizer: str = "fused", **units: Any) -> Step:
+    """PyTorch FSDP2. ``optimizer``: one of `OPTIMIZERS`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return trainer(setup, sharded_model(setup, fully_shard, policy, **units))
+    return trainer(setup, sharded_model(setup, fully_shard, policy, **units), make=OPTIMIZERS[optimizer])
 
 
 def fsdp2_captured(setup: Setup) -> Step:
@@ -162,7 +162,7 @@ def flat(
     hybrid: str | None = None,
     in_backward: bool = False,
     offload_state: bool = False,
-    bits: int = 32,
+    optimizer: str = "fused",
     **schedule: Any,
 ) -> Step:
     """flatshard, by FSDP2's own argument names, with its optimizer step on local tensors.
@@ -170,7 +170,7 @@ def flat(
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
     axis of nodes, as of `hybrid_mesh`. ``in_backward``, ``offload_state``: as of `fully_shard_optimizer`.
-    The latter leaves weights on the device. ``bits``: of the optimizer's state; 8 are those of `AdamW8bit`.
+    The latter leaves weights on the device. ``optimizer``: one of `OPTIMIZERS`.
     ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
@@ -188,7 +188,7 @@ def flat(
         dispatch_nothing()
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
     wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward, offload_state=offload_state)
-    make = adamw if bits == 32 else functools.partial(flatshard.optim.AdamW8bit, lr=1e-4)
+    make = OPTIMIZERS[optimizer]
     if setup.microbatches == 1:
         return trainer(setup, model, wrap, make=make)
 
@@ -307,7 +307,10 @@ SYSTEMS["flatshard-one-gathered"] = functools.partial(flat, max_gathered=1)
 SYSTEMS["flatshard-one-reducing"] = functools.partial(flat, max_reducing=1)
 SYSTEMS["flatshard-shared-groups"] = functools.partial(flat, separate_groups=False)
 SYSTEMS["flatshard-in-backward"] = functools.partial(flat, in_backward=True)
-SYSTEMS["flatshard-in-backward-8bit"] = functools.partial(flat, in_backward=True, bits=8)
+SYSTEMS["flatshard-in-backward-8bit"] = functools.partial(flat, in_backward=True, optimizer="8bit")
+SYSTEMS["flatshard-8bit"] = functools.partial(flat, optimizer="8bit")
+SYSTEMS["flatshard-unfused"] = functools.partial(flat, optimizer="unfused")
+SYSTEMS["fsdp2-unfused"] = functools.partial(fsdp2, optimizer="unfused")
 SYSTEMS["flatshard-offload-state"] = functools.partial(flat, in_backward=True, offload_state=True)
 SYSTEMS["flatshard-in-backward-captured"] = lambda setup: flatshard.capture(flat(setup, in_backward=True))
 SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
@@ -470,3 +473,10 @@ def accumulation(setup: Setup, model: nn.Module, around: Around | None = None) -
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     # A step that counts on the device can be captured; fused ones do in any case.
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=parameters[0].is_cuda)
+
+
+OPTIMIZERS = {
+    "fused": adamw,
+    "unfused": functools.partial(torch.optim.AdamW, lr=1e-4),
+    "8bit": functools.partial(flatshard.optim.AdamW8bit, lr=1e-4),
+}

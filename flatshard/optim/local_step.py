@@ -33,8 +33,11 @@ class LocalStep:
     step detects changes that users have made to it, and rebuilds the state of the flat tensors from it.
     """
 
-    def __init__(self, flat: bool, uncast: bool, offloads: bool = False) -> None:
-        """``flat``: join neighbours. ``uncast``: gradients keep their dtype. ``offloads``: state is in host memory."""
+    def __init__(self, flat: bool, uncast: bool, offloads: bool | None = None) -> None:
+        """``flat``: join neighbours. ``uncast``: gradients keep their dtype. ``offloads``: state is in host memory.
+
+        With None, that is so for weights in host memory only.
+        """
         self.flat = flat
         self.uncast = uncast
         self.offloads = offloads
@@ -254,8 +257,7 @@ class LocalStep:
         refuse_replaced(optimizer)
         self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
         for each in self._flat_params:
-            group = each.group()
-            each.is_streamed = self.offloads or (self.early is not None and group is not None and group.home.host)
+            each.is_streamed = self._streams(each, groups[each.number])
         self._generation = generation()
         self._ids = [list(map(id, group["params"])) for group in groups]
         self.flat_state = defaultdict(dict)
@@ -282,6 +284,15 @@ class LocalStep:
             if group is not None and not group.borrowers:
                 early = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
                 group.gradients.on_final = early
+
+    def _streams(self, each: FlatParam, options: dict[str, Any]) -> bool:
+        """Whether a flat parameter is stepped on the device with state, or also weights, from host memory."""
+        group = each.group()
+        if self.offloads or group is None or not group.home.host:
+            return bool(self.offloads)
+        # The CPU steps fused optimizers faster than the bus carries their state, but not beside a backward.
+        on_cpu = self.offloads is False or options.get("fused") or not (self.flat or self.rowwise)
+        return self.early is not None or not on_cpu
 
 
 def _step_early(

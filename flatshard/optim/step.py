@@ -55,7 +55,7 @@ def fully_shard_optimizer(
     *,
     precision_aware: bool = False,
     in_backward: bool = False,
-    offload_state: bool = False,
+    offload_state: bool | None = None,
     whole: bool | Predicate = False,
     split: Splits = None,
     cost: Cost = newton_schulz,
@@ -86,7 +86,8 @@ def fully_shard_optimizer(
     stay there, and main weights and state are copied to the device and back, in pieces.
 
     ``offload_state``: state is in host memory, pinned if there is an accelerator, and is copied to the device and back
-    for a step, in pieces. For the same optimizers.
+    for a step, in pieces. For the same optimizers. Default: only under `CPUOffloadPolicy`, and not if the optimizer has
+    ``fused=True``, which the CPU steps faster. False: step on the CPU there.
 
     ``whole``: True, or a function of the name and the parameter that says which. Each such parameter has an owner
     among the ranks that hold it, whose optimizer sees it, its gradient and its state as ordinary whole tensors; that is
@@ -102,7 +103,11 @@ def fully_shard_optimizer(
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
     for name, asked in (("in_backward", in_backward), ("offload_state", offload_state)):
-        if _arguments.flag(name, asked) and (whole is not False or _base(optimizer) not in (*ELEMENTWISE, AdamW8bit)):
+        if (
+            asked is not None
+            and _arguments.flag(name, asked)
+            and (whole is not False or _base(optimizer) not in (*ELEMENTWISE, AdamW8bit))
+        ):
             raise ValueError(
                 f"{name}=True supports torch's elementwise optimizers and AdamW8bit on shards, not "
                 f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
@@ -116,7 +121,7 @@ def fully_shard_optimizer(
             )
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
-    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state)
+    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state if whole is False else False)
     if type(optimizer) is AdamW8bit and whole is False:
         side.rowwise, side.uncast = ROWWISE, True  # it casts gradients itself
     if in_backward:
@@ -125,12 +130,17 @@ def fully_shard_optimizer(
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_load_state_dict_pre_hook(lambda *_: side.give_up_broken())
     if options is None:
-        if isinstance(optimizer, AdamW8bit) and not (in_backward or offload_state):  # sees to shards itself
-            return optimizer
+        if isinstance(optimizer, AdamW8bit) and not (in_backward or side.offloads or _has_offloaded(optimizer)):
+            return optimizer  # it sees to shards itself
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, side)
     return _install(optimizer, WholeStep(options, side))
+
+
+def _has_offloaded(optimizer: Optimizer) -> bool:
+    groups = (group_of(parameter) for each in optimizer.param_groups for parameter in each["params"])
+    return any(group is not None and group.home.host for group in groups)
 
 
 def whole_optimizer(
@@ -160,7 +170,7 @@ def whole_optimizer(
     options = _whole_options(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
     assert options is not None
     side = WholeStep(
-        replace(options, unbind=True), LocalStep(False, _arguments.flag("precision_aware", precision_aware))
+        replace(options, unbind=True), LocalStep(False, _arguments.flag("precision_aware", precision_aware), False)
     )
     side.model = weakref.ref(model)
     named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and options.wants(n, p)]

@@ -100,12 +100,12 @@ def _train(model, optimizer, rank, world, micro=1, steps=4, skip=0):
 
 def _equal(rank, world, kind, case, micro, options):
     choices, found = CASES[case], []
-    # Without `offload_state`, a step of weights in host memory is streamed only in the backward.
     for streams in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             _as_on_accelerators(patch)
             model = shard_net(make_net(), **choices)
-            optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), **(options if streams else {}))
+            told = options if streams else {"offload_state": False}
+            optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), **told)
             run = mock.Mock(side_effect=streaming.StreamedStep._run, autospec=True)
             patch.setattr(streaming.StreamedStep, "_run", lambda *given, run=run: run(*given))
             _train(model, optimizer, rank, world, micro)
@@ -145,6 +145,29 @@ def test_state_in_host_memory(ranks, kind, case, micro, options):
 )
 def test_weights_in_host_memory(ranks, kind, case, micro):
     ranks(2, _equal, kind, case, micro, EARLY)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("kind", "micro"), [("adamw", 2), ("momentum", 1), ("8 bits", 1), ("8 bits", 2)])
+def test_weights_in_host_memory_by_default(ranks, kind, micro):
+    ranks(2, _equal, kind, "offload", micro, {})
+
+
+def _on_the_cpu(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        _as_on_accelerators(patch)
+        patch.setattr(streaming.StreamedStep, "_run", mock.Mock(side_effect=AssertionError("streamed")))
+
+        class Mine(torch.optim.SGD):
+            pass
+
+        for make in (OPTIMIZERS["fused"], lambda params: Mine(params, lr=0.1)):
+            model = shard_net(make_net(), **CASES["offload"])
+            _train(model, fully_shard_optimizer(make(model.parameters())), rank, world, steps=2)
+
+
+def test_fused_and_unknown_optimizers_step_weights_in_host_memory_on_the_cpu(ranks):
+    ranks(2, _on_the_cpu)
 
 
 def _paths(rank, world, options, policy):
