@@ -135,24 +135,24 @@ def timed(step, steps: int, on_gpu: bool) -> list[float]:
     return [early.elapsed_time(late) * 1e-3 for early, late in pairwise(events)]
 
 
-def describe(rows: dict[str, dict[str, float]]) -> str:
-    lines = [
-        f"{'system':26}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
-        f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
-    ]
-    for name, row in rows.items():
-        if "error" in row:
-            lines.append(f"{name:26} failed: {row['error']}")
-            continue
-        limit = f"limit{COMPILED}" if name.endswith(COMPILED) else "limit"
-        base = rows.get(limit, {}).get("ms")
-        passes = f"  {row['passes_ms']:.1f} until the optimizer" if "passes_ms" in row else ""
-        ratio = f"{row['ms'] / base:.3f}" if base else "-"
-        lines.append(
-            f"{name:26}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}{row['launches']:10.0f}"
-            f"{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}{passes}"
-        )
-    return "\n".join(lines)
+HEADER = (
+    f"{'system':26}{'ms':>9}{'min':>9}{'ratio':>8}{'host ms':>9}{'wire ms':>9}{'launches':>10}"
+    f"{'peak GB':>9}{'reserved':>10}{'TFLOP/s':>9}"
+)
+
+
+def describe(name: str, rows: dict[str, dict[str, float]]) -> str:
+    """The line of a system. Its ratio is to the limit among the rows so far."""
+    row = rows[name]
+    if "error" in row:
+        return f"{name:26} failed: {row['error']}"
+    base = rows.get(f"limit{COMPILED}" if name.endswith(COMPILED) else "limit", {}).get("ms")
+    ratio = f"{row['ms'] / base:.3f}" if base else "-"
+    passes = f"  {row['passes_ms']:.1f} until the optimizer" if "passes_ms" in row else ""
+    return (
+        f"{name:26}{row['ms']:9.1f}{row['min_ms']:9.1f}{ratio:>8}{row['host_ms']:9.1f}{row['wire_ms']:9.1f}"
+        f"{row['launches']:10.0f}{row['peak'] / 1e9:9.1f}{row['reserved'] / 1e9:10.1f}{row['tflops']:9.1f}{passes}"
+    )
 
 
 def run_apart(case: str, system: str, steps: int, network: str) -> dict[str, float]:
@@ -199,17 +199,17 @@ def main() -> None:
     }
     print(f"{device}, torch {torch.__version__}, {network}")
     for case in ["a", "b", "c", "d", "e", "e64"] if options.case == "all" else [options.case]:
-        rows = {system: run_apart(case, system, options.steps, options.network) for system in systems}
-        document["cases"][case] = rows
         setup = CASES[case]
         print(
             f"\n({case}) width {setup.model.width}, {setup.microbatches} x {setup.batch} x {setup.seq} tokens, "
-            f"W={setup.world}{f', ep={setup.ep}' * (setup.ep > 1)}{', recompute' * setup.model.recompute}\n"
-            f"{describe(rows)}",
-            flush=True,
+            f"W={setup.world}{f', ep={setup.ep}' * (setup.ep > 1)}{', recompute' * setup.model.recompute}\n{HEADER}"
         )
-        if options.json:
-            options.json.write_text(json.dumps(document, indent=2) + "\n")
+        rows = document["cases"][case] = {}
+        for system in systems:
+            rows[system] = run_apart(case, system, options.steps, options.network)
+            print(describe(system, rows), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":
