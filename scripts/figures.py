@@ -3,7 +3,8 @@
     python scripts/figures.py [FOLDER]
 
 ``FOLDER`` (default: ``benchmarks/results``) holds the files that ``python -m benchmarks.table --json`` has written. For
-each of the cases (a) to (d), the newest run that has all of flatshard, FSDP2 and Megatron-FSDP counts.
+each of the cases (a) to (d), the newest run that has all of flatshard, FSDP2 and Megatron-FSDP counts; for (f), with
+weights in host memory, that of flatshard and FSDP2.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARED = ("flatshard", "fsdp2", "megatron-fsdp")
+OFFLOADED = ("flatshard-in-backward", "fsdp2")
 Rows = dict[str, dict[str, float]]  # of one case, by system
 
 
@@ -26,7 +28,8 @@ def newest(folder: Path) -> dict[str, Rows]:
     tables = [(run["date"], name, run["cases"]) for name, run in runs if "benchmarks.table " in run.get("command", "")]
     for _, _, cases in sorted(tables, key=lambda each: each[:2]):
         for case, rows in cases.items():
-            if case in ("a", "b", "c", "d") and {"limit", *COMPARED} <= rows.keys():
+            systems = {"f": OFFLOADED}.get(case, COMPARED)
+            if case in ("a", "b", "c", "d", "f") and {"limit", *systems} <= rows.keys():
                 found[case] = rows
     return found
 
@@ -34,15 +37,16 @@ def newest(folder: Path) -> dict[str, Rows]:
 def readme(text: str, cases: dict[str, Rows]) -> str:
     """The README with the multiples of the compute limit, and the peaks of case (c), of these runs."""
     for case, rows in cases.items():
-        ratios = [f"{rows[system]['ms'] / rows['limit']['ms']:.3f}" for system in COMPARED]
-        text = _with_cells(text, rf"\| \({case}\) [^|]*\|", ratios)
+        systems, title, note = (OFFLOADED, "1.5B, weights", 15) if case == "f" else (COMPARED, rf"\({case}\)", 1)
+        ratios = [f"{rows[system]['ms'] / rows['limit']['ms']:.3f}" for system in systems]
+        text = _with_cells(text, rf"\| {title} [^|]*\|", ratios, note)
     return _with_cells(text, r"\| memory at the peak of \(c\)[^|]*\|", [_gb(cases["c"][s]["peak"]) for s in COMPARED])
 
 
-def _with_cells(text: str, title: str, figures: list[str]) -> str:
-    """The text with the figures of one line of a table replaced. Note [1] says where they come from."""
-    cells = "".join(f" {figure} [1] |" for figure in figures)
-    replaced, count = re.subn(rf"({title})(?: [\d.]+ \[1\] \|)+", lambda line: line[1] + cells, text)
+def _with_cells(text: str, title: str, figures: list[str], note: int = 1) -> str:
+    """The text with the figures of one line of a table replaced. The note says where they come from."""
+    cells = "".join(f" {figure} [{note}] |" for figure in figures)
+    replaced, count = re.subn(rf"({title})(?: [\d.]+ \[{note}\] \|)+", lambda line: line[1] + cells, text)
     if count != 1:
         raise ValueError(f"the README has {count} lines of figures that begin with {title!r}; there must be one")
     return replaced
@@ -51,7 +55,7 @@ def _with_cells(text: str, title: str, figures: list[str]) -> str:
 def table(text: str, cases: dict[str, Rows]) -> str:
     """The page of results with the table of these runs in the section "Beside Megatron-FSDP"."""
     lines = []
-    for case, rows in sorted(cases.items()):
+    for case, rows in sorted((case, rows) for case, rows in cases.items() if case != "f"):
         for system in (system for system in rows if system != "limit"):
             row, name = rows[system], "" if lines and lines[-1][0] == case else f"({case})"
             cells = [name, system, f"{row['ms']:.1f}", f"{row['ms'] / rows['limit']['ms']:.3f}"]
