@@ -121,17 +121,21 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep main weights, gradients and optimizer state in host memory; the optimizer steps on the CPU.
+    """Keep main weights, gradients and optimizer state in host memory.
 
     Weights are copied to the device for each gather. Gradients are reduced on the device and copied back; they are
-    complete when the backward returns. ``pin_memory``: use page-locked memory, so that copies overlap compute. The
-    policy has no effect on a mesh of CPUs.
+    complete when the backward returns. ``pin_memory``: use page-locked memory, so that copies overlap compute.
+    ``pin_limit``: bytes that this process pins at most; the host waits for copies of what is not pinned. The policy has
+    no effect on a mesh of CPUs.
     """
 
     pin_memory: bool = True
+    pin_limit: int | None = None
 
     def __post_init__(self) -> None:
         _arguments.flag("pin_memory", self.pin_memory)
+        if self.pin_limit is not None:
+            _arguments.whole_number("pin_limit", self.pin_limit, 0)
 
 
 @dataclass(frozen=True)

@@ -243,4 +243,4 @@ def travels(key: Any, value: Any) -> bool:
 
 def state_home(home: Home) -> Home:
     """Where the state of a group is in host memory."""
-    return home if home.host else Home(home.device, True, home.device.type != "cpu", "offload_state=True")
+    return home if home.host else Home(home.device, True, home.device.type != "cpu", asker="offload_state=True")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, fully_shard_optimizer
 from flatshard.engine.units.unit import unit_of
+from flatshard.engine.weights import offload
 from flatshard.engine.weights.offload import Home
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
@@ -194,6 +195,24 @@ def test_memory_that_cannot_be_pinned_is_told_with_what_to_do(monkeypatch):
         Home(torch.device("cpu"), host=True, pinned=True).empty(10**9, torch.float32)
     with pytest.raises(RuntimeError, match=r"4\.00 GB of host memory could not be allocated: .*out of memory"):
         Home(torch.device("cpu"), host=True).empty(10**9, torch.float32)
+
+
+def test_no_more_is_pinned_than_the_limit(monkeypatch):
+    pinned, real = [], torch.empty
+
+    def empty(numel, pin_memory, **kwargs):
+        pinned.append(4 * numel if pin_memory else 0)
+        return real(numel, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(offload, "pinned_bytes", lambda: sum(pinned))
+    home = Home.of(torch.device("cuda"), CPUOffloadPolicy(pin_limit=4 * 1024))
+    for numel in (512, 513, 128, 200, 128, 64):  # blocks are powers of two
+        home.empty(numel, torch.float32)
+    assert pinned == [2048, 0, 512, 800, 512, 0]
+    with pytest.raises(ValueError, match="pin_limit=-1: must be at least 0"):
+        CPUOffloadPolicy(pin_limit=-1)
 
 
 def _sums(rank, world):

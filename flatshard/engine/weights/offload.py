@@ -19,35 +19,44 @@ _PIECE = 1 << 24  # elements of a gradient that are cast at a time: the device n
 
 @dataclass(frozen=True)
 class Home:
-    """``device`` is where a group computes and communicates. With ``host``, its main buffers are in host memory."""
+    """``device`` is where a group computes and communicates. With ``host``, its main buffers are in host memory.
+
+    They are ``pinned`` until this process has pinned ``limit`` bytes.
+    """
 
     device: torch.device
     host: bool = False
     pinned: bool = False
+    limit: int | None = None
     asker: str = "CPUOffloadPolicy"  # named in errors
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
-        offloaded = isinstance(policy, CPUOffloadPolicy)
-        host = offloaded and device.type != "cpu"
-        pinned = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
-        return cls(device, host, pinned)
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(device)
+        pinned = policy.pin_memory and torch.accelerator.is_available()
+        return cls(device, device.type != "cpu", pinned, policy.pin_limit)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where main weights and gradients are stored."""
         if not self.host:
             return torch.empty(numel, dtype=dtype, device=self.device)
+        pinned = self.pinned and self._may_pin(numel * dtype.itemsize)
         try:
-            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             size = f"{format_bytes(numel * dtype.itemsize)} of host memory"
-            if not self.pinned:
+            if not pinned:
                 raise RuntimeError(f"{self.asker}: {size} could not be allocated: {error}") from error
-            remedy = "use CPUOffloadPolicy(pin_memory=False), " if self.asker == Home.asker else ""
+            remedy = "use CPUOffloadPolicy(pin_limit=...), " if self.asker == Home.asker else ""
             raise RuntimeError(
                 f"{self.asker}: {size} could not be pinned ({error}); {remedy}"
                 "raise the limit of locked memory (`ulimit -l`), or run fewer ranks on this node"
             ) from error
+
+    def _may_pin(self, size: int) -> bool:
+        block = 1 << max(size - 1, 0).bit_length()  # torch allocates powers of two
+        return self.limit is None or pinned_bytes() + block <= self.limit
 
     def take(self, main: DBuffer) -> DBuffer:
         """A main buffer, moved to where main weights are stored."""
@@ -58,7 +67,7 @@ class Home:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor, or a copy of it, where main weights are stored."""
-        if tensor.device.type == "cpu" and (not self.pinned or tensor.is_pinned()):
+        if tensor.device.type == "cpu" and (not self.pinned or tensor.is_pinned() or not self._may_pin(tensor.nbytes)):
             return tensor
         return self.empty(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor)
 
@@ -98,6 +107,11 @@ class Home:
         if fresh:
             return Ticket(then=copied.synchronize)
         return self.beside(lambda: lies.add_(landing, alpha=factor), after=copied.synchronize)
+
+
+def pinned_bytes() -> int:
+    """Bytes of host memory that tensors of this process have pinned."""
+    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
 
 
 def scaled(gradient: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
