@@ -113,16 +113,11 @@ class Piece:
     number: int
     role: Role
     where: tuple[slice, ...] | None
-    dtype: torch.dtype
     times: int
-    strided: tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset in the packed bytes, in elements
-
-    def of(self, packed: torch.Tensor) -> torch.Tensor:
-        """In the packed bytes, seen as elements of its dtype."""
-        return packed.as_strided(*self.strided)
+    place: torch.Tensor  # in the packed bytes
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the tensor, in the shape of `of`: a view, whatever its strides are, since it may be written to."""
+        """In the tensor, in the shape of ``place``: a view, whatever its strides are, since it may be written to."""
         part = tensor if self.where is None else tensor[self.where]
         return part if self.times == 1 else part.unflatten(0, (self.times, -1))
 
@@ -132,20 +127,22 @@ class Packing:
 
     def __init__(self) -> None:
         self.splits: list[int] = []
-        self.bytes = 0
+        self.numbytes = 0
         self._boxes: dict[tuple[int, Role, Box, torch.dtype], list[tuple[Box, int]]] = {}
 
     def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
-        self._boxes.setdefault((number, role, within, dtype), []).append((box, self.bytes // dtype.itemsize))
-        self.bytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
+        self._boxes.setdefault((number, role, within, dtype), []).append((box, self.numbytes // dtype.itemsize))
+        self.numbytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
 
     def close(self) -> None:
         """All pieces for one rank have been added."""
-        self.splits.append(self.bytes - sum(self.splits))
+        self.splits.append(self.numbytes - sum(self.splits))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self, packed: torch.Tensor) -> list[Piece]:
+        """All pieces, as views of the packed bytes."""
         found = []
         for (number, role, within, dtype), boxes in self._boxes.items():
+            elements = packed.view(dtype)
             for stack in _stacks(boxes, within):
                 (box, start), times = stack[0], len(stack)
                 sizes, strides = box.sizes, tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
@@ -154,7 +151,7 @@ class Packing:
                     rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:]))
                     sizes, strides = (times, *sizes), (stack[1][1] - start, *strides)
                 where = None if rows == within else rows.inside(within)
-                found.append(Piece(number, role, where, dtype, times, (sizes, strides, start)))
+                found.append(Piece(number, role, where, times, elements.as_strided(sizes, strides, start)))
         return found
 
 
@@ -172,70 +169,52 @@ def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[list[tuple[Bo
     return found
 
 
-class _Packed:
-    """Packed bytes. Their storage is allocated for each use; the views of the pieces stay."""
-
-    def __init__(self, packing: Packing, like: torch.Tensor) -> None:
-        """``like``: the bytes, or an empty tensor where they are to be."""
-        self.pieces, self.splits = packing.pieces(), packing.splits
-        self.bytes = like if like.numel() else like.new_empty(packing.bytes)
-        self._storage = self.bytes.untyped_storage()
-        typed = {dtype: self.bytes.view(dtype) for dtype in dict.fromkeys(piece.dtype for piece in self.pieces)}
-        self.places = [piece.of(typed[piece.dtype]) for piece in self.pieces]
-
-    def allocate(self) -> None:
-        self._storage.resize_(self.bytes.numel())
-
-    def free(self) -> None:
-        self._storage.resize_(0)
-
-
 class AllToAll:
-    """An all-to-all of a bucket that can be launched many times. ``name`` identifies it in the flight record."""
+    """An all-to-all of a bucket that can be launched many times. ``name`` identifies it in the flight record.
+
+    The storage of the packed bytes is allocated for each launch; the views of the pieces stay.
+    """
 
     def __init__(self, owner_group: OwnerGroup, sent: Packing, received: Packing, name: str) -> None:
         self._owner_group, self._name = owner_group, name
         self._packings = sent, received
-        self._packed: tuple[_Packed, _Packed] | None = None
+        self._bytes: list[torch.Tensor] = []  # to send and to receive, the same ones if no other rank takes part
+        self._pieces: list[list[Piece]] = []
         self._ticket: Ticket | None = None
 
     def launch(self, lane: Lane, tensors: Mapping[Role, Mapping[int, torch.Tensor | None]]) -> None:
         """Pack and send pieces of tensors, by role and number; None counts as zeros."""
-        is_alone = self._owner_group.size == 1
-        if self._packed is None:
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._owner_group.device)
-            sent = _Packed(self._packings[0], nothing)
-            self._packed = sent, _Packed(self._packings[1], sent.bytes if is_alone else nothing)
-        sent, received = self._packed
-        sent.allocate()
+        is_alone, device = self._owner_group.size == 1, self._owner_group.device
+        if not self._bytes:
+            sizes = [packing.numbytes for packing in self._packings[: 1 if is_alone else 2]]
+            made = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            self._bytes = [made[0], made[-1]]
+            self._pieces = [packing.pieces(packed) for packing, packed in zip(self._packings, self._bytes)]
+        sent, received = self._bytes
+        sent.untyped_storage().resize_(sent.numel())
         pairs = []
-        for piece, place in zip(sent.pieces, sent.places):
+        for piece in self._pieces[0]:
             found = tensors[piece.role][piece.number]
             if found is None:
-                place.zero_()
+                piece.place.zero_()
             else:
-                pairs.append((place, piece.within(found)))
+                pairs.append((piece.place, piece.within(found)))
         _copy(pairs)
         if is_alone:
             self._ticket = DONE
             return
-        received.allocate()
-        group, after = self._owner_group.group, (lane.mark(),)
-        self._ticket = lane.all_to_all(
-            group, received.bytes, sent.bytes, received.splits, sent.splits, after=after, name=self._name
-        )
+        received.untyped_storage().resize_(received.numel())
+        group, after, splits = self._owner_group.group, (lane.mark(),), [each.splits for each in self._packings]
+        self._ticket = lane.all_to_all(group, received, sent, splits[1], splits[0], after=after, name=self._name)
 
     def receive(self, tensors: Mapping[Role, Mapping[int, torch.Tensor]]) -> None:
         """Put what has come into tensors, by role and number, and free the bytes."""
-        assert self._packed is not None
         assert self._ticket is not None
         self._ticket.wait()
-        sent, received = self._packed
-        targets = [piece.within(tensors[piece.role][piece.number]) for piece in received.pieces]
-        _copy(list(zip(targets, received.places)))
+        _copy([(piece.within(tensors[piece.role][piece.number]), piece.place) for piece in self._pieces[1]])
         self._ticket = None
-        sent.free()
-        received.free()
+        for packed in self._bytes:
+            packed.untyped_storage().resize_(0)
 
     def drop(self) -> None:
         """Forget what is on its way, after an exception. On a device its memory is used again after it; on CPU who is
@@ -243,7 +222,7 @@ class AllToAll:
         """
         if self._ticket is not None and self._ticket.is_on_device:
             self._ticket.wait()
-        self._packed = self._ticket = None
+        self._bytes, self._pieces, self._ticket = [], [], None
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
