@@ -244,8 +244,7 @@ class Placements:
     optimizer: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
-        for name in ("parameter", "gradient", "optimizer"):
-            given = getattr(self, name)
+        for name, given in vars(self).items():
             if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
                 raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
             wrong = [p for p in given if isinstance(p, Block)]
@@ -254,21 +253,20 @@ class Placements:
             cut = [is_sharded(p) for p in given]
             if cut != sorted(cut):
                 raise ValueError(f"Placements({name}={given!r}): an axis is sharded but a later one is not; swap them")
-        axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
+        axes = {len(given) for given in vars(self).values()}
         if len(axes) != 1:
             raise ValueError(f"Placements: parameter, gradient and optimizer have different lengths: {sorted(axes)}")
         for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
+            reason = ""
             if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
-                raise ValueError(
-                    f"Placements: axis {axis} has Partial for parameter or optimizer; only gradient can be Partial"
-                )
-            if not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
-                raise ValueError(
-                    f"Placements: axis {axis} shards parameter or gradient but not optimizer, which would update "
-                    "weights that the rank does not hold; use Flat() for optimizer too"
-                )
-            if isinstance(gradient, Replicate) and is_sharded(optimizer):
-                raise ValueError(f"Placements: axis {axis} has Replicate for gradient; use Partial() or Flat()")
+                reason = "has Partial for parameter or optimizer; only gradient can be Partial"
+            elif not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
+                reason = "shards parameter or gradient but not optimizer, which would update weights that the rank "
+                reason += "does not hold; use Flat() for optimizer too"
+            elif isinstance(gradient, Replicate) and is_sharded(optimizer):
+                reason = "has Replicate for gradient; use Partial() or Flat()"
+            if reason:
+                raise ValueError(f"Placements: axis {axis} {reason}")
 
 
 Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
