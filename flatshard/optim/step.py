@@ -107,7 +107,8 @@ def fully_shard_optimizer(
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
     for name, asked in (("in_backward", in_backward), ("offload_state", offload_state)):
-        if _arguments.flag(name, asked) and (whole is not False or _base(optimizer) not in (*ELEMENTWISE, AdamW8bit)):
+        is_supported = whole is False and original_class(optimizer) in (*ELEMENTWISE, AdamW8bit)
+        if _arguments.flag(name, asked) and not is_supported:
             raise ValueError(
                 f"{name}=True supports torch's elementwise optimizers and AdamW8bit on shards, not "
                 f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
@@ -205,11 +206,10 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
         )
     state = optimizer.__dict__["state"]
     if isinstance(side, WholeStep):
-        side.plan(optimizer)
-        _refuse(optimizer, "rest" if side.leaves_any else "none")
+        _plan(optimizer, side)
     optimizer.__dict__[LOCAL] = side
-    kind = "whole" if isinstance(side, WholeStep) else "offloaded" if side.offloads else "local"
-    optimizer.__class__ = _local_class(type(optimizer), kind)  # type: ignore[assignment]
+    kind = FSDPWhole if isinstance(side, WholeStep) else FSDPOffloaded if side.offloads else FSDPOptimizer
+    optimizer.__class__ = _class_of(type(optimizer), kind)  # type: ignore[assignment, arg-type]
     if state:
         optimizer.state = state
     if scheduled:
@@ -217,9 +217,15 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     return optimizer
 
 
+def _plan(optimizer: Optimizer, side: WholeStep) -> None:
+    side.plan(optimizer)
+    is_all_whole = all(p in side.parts for group in optimizer.param_groups for p in group["params"])
+    _refuse(optimizer, "none" if is_all_whole else "rest")
+
+
 def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
     """Raise for what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls not in _CLASSES.values()]
+    names = [cls.__name__ for cls in original_class(optimizer).__mro__]
     reason = next((_NEVER[name] for name in names if name in _NEVER), None)
     if reason is None and on_shards != "none":
         _refuse_foreign_blocks(optimizer)
@@ -230,39 +236,100 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
         raise ValueError(f"{names[0]}(differentiable=True) is not supported for sharded parameters; leave it out")
 
 
-# Class
+# Classes
 
 
-_CLASSES: dict[tuple[type[Optimizer], str], type[Optimizer]] = {}
+class FSDPOptimizer(Optimizer):
+    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_local` shows."""
+
+    original: type[Optimizer]  # the class before that
+
+    @property
+    def state(self) -> Any:
+        return _local(self).public_state(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        side = self.__dict__.get(LOCAL)
+        if isinstance(side, WholeStep):
+            with side.taking_state(self, state) as state:
+                pass
+        self.__dict__["state"] = state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
+        if not set_to_none:
+            join_reduces()
+            _local(self).free_gradients()  # of parameters that a backward has stepped
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
+                torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
+                return
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            _local(self).free_gradients()
 
 
-def _local_class(cls: type[Optimizer], kind: str) -> type[Optimizer]:
-    """A subclass of ``cls`` whose step and state are those of `LocalStep`, or of `WholeStep`."""
-    if (cls, kind) not in _CLASSES:
-        base = _plain_step(cls)
+class FSDPOffloaded(FSDPOptimizer):
+    """With ``offload_state``."""
 
-        @functools.wraps(base)
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            loss = evaluated(closure)
-            result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
-            return result if closure is None else loss
-
-        members: dict[str, Any] = {"step": Optimizer.profile_hook_step(step), "zero_grad": _zero_grad}
-        members["step"].hooked = True
-        members["state"] = property(lambda self: _local(self).public_state(self), _set_state)
-        if kind == "whole":
-            members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
-        elif kind == "offloaded":
-            members.update(load_state_dict=_load_to_host)
-        members.update(__doc__=cls.__doc__, __module__=cls.__module__)
-        _CLASSES[cls, kind] = type(f"FSDP{cls.__name__}", (cls,), members)
-    return _CLASSES[cls, kind]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, which would copy all state to the device."""
+        with _torch.loading_to_host():
+            super().load_state_dict(state_dict)
 
 
-def _base(optimizer: Optimizer) -> type[Optimizer]:
+class FSDPWhole(FSDPOptimizer):
+    """With ``whole``. All ranks call these methods."""
+
+    def state_dict(self) -> Any:
+        """As `Optimizer.state_dict`. Tensors of whole parameters are DTensors that their owners hold."""
+        side = _local(self)
+        if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in side.matrices):
+            raise NotImplementedError(
+                f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
+                "optimizer itself to flatshard.checkpoint.save"
+            )
+        with side.with_state(side.saved_state(self)):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, which may read and change what it has loaded: it sees all of it."""
+        loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
+        with _local(self).with_state(loaded):
+            super().load_state_dict(state_dict)
+        self.state = loaded
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if LOCAL not in self.__dict__ or "state" not in state:
+            super().__setstate__(state)
+            return
+        side, given = _local(self), state["state"]
+        is_loading = side.stand_in is not None  # in `load_state_dict`
+        with side.split_entries(given) if is_loading else side.taking_state(self, given) as seen:
+            super().__setstate__({**state, "state": seen})
+
+
+@functools.cache
+def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer]:
+    """A subclass of ``cls`` whose step is that of a `LocalStep`, or of a `WholeStep`."""
+    base = _plain_step(cls)
+
+    @functools.wraps(base)
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        loss = evaluated(closure)
+        result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
+        return result if closure is None else loss
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    members = {"step": hooked, "original": cls, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    return type(f"FSDP{cls.__name__}", (kind, cls), members)
+
+
+def original_class(optimizer: Optimizer) -> type[Optimizer]:
     """The class of an optimizer before this file has changed it."""
-    cls = type(optimizer)
-    return cls.__mro__[1] if cls in _CLASSES.values() else cls
+    return optimizer.original if isinstance(optimizer, FSDPOptimizer) else type(optimizer)
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -274,51 +341,13 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 def _local(optimizer: Optimizer) -> Any:
     """Its `LocalStep`, or `WholeStep`."""
     if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
-        if "load_state_dict" in type(optimizer).__dict__:
+        if isinstance(optimizer, (FSDPOffloaded, FSDPWhole)):
             raise RuntimeError(
                 "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
                 "call fully_shard_optimizer"
             )
-        optimizer.__dict__[LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
+        optimizer.__dict__[LOCAL] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
     return optimizer.__dict__[LOCAL]
-
-
-def _state_dict(self: Optimizer) -> Any:
-    """As `Optimizer.state_dict`; all ranks call it. Tensors of whole parameters are DTensors that their owners hold."""
-    side = _local(self)
-    if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in side.matrices):
-        raise NotImplementedError(
-            f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the optimizer "
-            "itself to flatshard.checkpoint.save"
-        )
-    with side.with_state(side.saved_state(self)):
-        return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
-
-
-def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
-    loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
-    with _local(self).with_state(loaded):
-        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
-    self.state = loaded
-
-
-def _load_to_host(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """As the optimizer's own, which would copy all state to the device."""
-    with _torch.loading_to_host():
-        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
-
-
-def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
-    """As `Optimizer.__setstate__`. All ranks call it."""
-    base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
-    if LOCAL not in self.__dict__ or "state" not in state:
-        base(self, state)
-        return
-    side, given = _local(self), state["state"]
-    is_loading = side.stand_in is not None  # in `load_state_dict`
-    with side.split_entries(given) if is_loading else side.taking_state(self, given) as seen:
-        base(self, {**state, "state": seen})
 
 
 def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
@@ -361,28 +390,6 @@ def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
         parameters = (p for group in each.param_groups for p in group["params"])
         found.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
     return found
-
-
-def _set_state(self: Optimizer, state: Any) -> None:
-    side = self.__dict__.get(LOCAL)
-    if isinstance(side, WholeStep):
-        with side.taking_state(self, state) as state:
-            pass
-    self.__dict__["state"] = state
-
-
-def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
-    if not set_to_none:
-        join_reduces()
-        _local(self).free_gradients()  # of parameters that a backward has stepped
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
-            torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
-            return
-    type(self).__mro__[1].zero_grad(self, set_to_none)  # type: ignore[attr-defined]
-    if set_to_none:
-        _local(self).free_gradients()
 
 
 def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
@@ -460,8 +467,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(side, WholeStep):  # parameters may have been added
-            side.plan(optimizer)
-            _refuse(optimizer, "rest" if side.leaves_any else "none")
+            _plan(optimizer, side)
         if side is None:
             ours = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
             _refuse_parts(optimizer, ours)

@@ -135,11 +135,6 @@ class WholeStep:
             if state is not None and each.is_mine:
                 self.state[each.tensor] = state
 
-    @property
-    def leaves_any(self) -> bool:
-        """Whether some of the optimizer's parameters are not whole."""
-        return not all(parameter in self.parts for parameter in self._listed)
-
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
         device = _torch.held_of(parameter).device
         if not isinstance(parameter, DTensor):
