@@ -272,7 +272,7 @@ class WholeStep:
         missed: list[int] = []
         if not mine:
             numbers = dict.fromkeys(each.number for each in self.matrices if each.number is not None)
-            missed = [number for number in numbers if number not in split.stepped]
+            missed = [number for number in numbers if number not in split.after]
             if not missed:
                 return
         with self.with_state(self.state), split.with_params(params, missed) as step:
