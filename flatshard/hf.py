@@ -134,7 +134,7 @@ def _adapters(model: Any) -> set[str] | None:
     return trained | {name for name in model.state_dict() if any(f".{adapter}" in name for adapter in known)}
 
 
-_trainers: list[tuple[Any, Callable[..., Any]]] = []  # the class, and its original `save_model`
+_trainers: dict[Any, Callable[..., Any]] = {}  # classes, and their original `save_model`
 
 
 def let_trainer_save() -> None:
@@ -144,9 +144,9 @@ def let_trainer_save() -> None:
     which it calls the same method, do not change.
     """
     cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if cls is None or any(cls is known for known, _ in _trainers):
+    if cls is None or cls in _trainers:
         return
-    method = cls.save_model
+    method = _trainers[cls] = cls.save_model
 
     @functools.wraps(method)
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
@@ -155,14 +155,13 @@ def let_trainer_save() -> None:
             _save(self, output_dir)
         return method(self, output_dir, _internal_call)
 
-    _trainers.append((cls, method))
     cls.save_model = save_model
 
 
 def undo_let_trainer_save() -> None:
     """Undo `let_trainer_save`."""
     while _trainers:
-        cls, method = _trainers.pop()
+        cls, method = _trainers.popitem()
         cls.save_model = method
 
 
