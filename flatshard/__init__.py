@@ -1,5 +1,6 @@
 """flatshard: fully sharded data parallelism for PyTorch."""
 
+# ruff: noqa: I001
 from typing import TYPE_CHECKING
 
 from flatshard._lazy import attach
@@ -19,15 +20,9 @@ if TYPE_CHECKING:
     from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, sum_shared_gradients, weight_norms
     from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
     from flatshard.policy import (
-        CPUOffloadPolicy,
-        DataParallelMeshDims,
-        Experts,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        Placements,
-        SchedulePolicy,
-        Sharding,
-    )
+        CPUOffloadPolicy, DataParallelMeshDims, Experts, MixedPrecisionPolicy, OffloadPolicy, Placements,
+        SchedulePolicy, Sharding,
+    )  # fmt: skip
     from flatshard.trust.alarm import PeerError
     from flatshard.wgrads import direct_wgrads, offer_main_grads
 

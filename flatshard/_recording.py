@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -171,54 +171,45 @@ class Recording:
         if not bounds:
             raise ValueError("a recording needs at least two optimizer steps: the start of the first is not recorded")
         start, stop = bounds[0][0], bounds[-1][1]
-        waits = [wait for wait in self.waits if start <= self.seconds(wait.begin) < stop]
+
+        def span(begin: float, end: float, **told: Any) -> dict[str, Any]:
+            return {**told, "begin": begin - start, "end": end - start}
+
+        waits = [replace(wait, begin=self.seconds(wait.begin), end=self.seconds(wait.end)) for wait in self.waits]
+        waits = [wait for wait in waits if start <= wait.begin < stop]
+        computed = [each for each in _computed(waits, bounds) if each.end > each.begin]
+        numbered = enumerate(bounds, len(ends) + 1 - len(bounds))
         return {
-            "steps": [
-                {"number": before + number, "begin": begin - start, "end": end - start}
-                for number, (begin, end) in enumerate(bounds, len(ends) + 1 - len(bounds))
+            "steps": [span(*bound, number=before + number) for number, bound in numbered],
+            "spans": [
+                span(each.begin, each.end, lane=each.lane, kind=each.kind, unit=each.unit, bytes=each.numbytes)
+                for each in (*computed, *self._sent(start, stop))
             ],
-            "spans": [*self._computed(waits, start, bounds), *self._sent(start, stop)],
-            "waits": [{"phase": wait.phase, "unit": wait.unit, **self._span(wait, start)} for wait in waits],
-            "memory": [{"at": self._span(wait, start)["end"], **wait.memory} for wait in waits],
+            "waits": [span(wait.begin, wait.end, phase=wait.phase, unit=wait.unit) for wait in waits],
+            "memory": [{"at": wait.end - start, **wait.memory} for wait in waits],
             "units": self._units,
         }
 
-    def _span(self, wait: Wait, start: float) -> dict[str, float]:
-        return {"begin": self.seconds(wait.begin) - start, "end": self.seconds(wait.end) - start}
-
-    def _computed(
-        self, waits: Sequence[Wait], start: float, bounds: Sequence[tuple[float, float]]
-    ) -> list[dict[str, Any]]:
-        """The spans of the compute stream between waits, by the unit waited for last; the last one is the optimizer."""
-        found = []
-        for begin, end in bounds:
-            inside = [wait for wait in waits if begin <= self.seconds(wait.begin) < end]
-            phase, unit, at = "before forward", "", begin
-            for wait in inside:
-                found.append((phase, unit, at, self.seconds(wait.begin)))
-                at = self.seconds(wait.end)
-                if wait.phase != "reduce":
-                    phase, unit = wait.phase, wait.unit
-            found.append(("optimizer", "", at, end))
-        return [
-            {"lane": "compute", "kind": phase, "unit": unit, "bytes": 0, "begin": begin - start, "end": end - start}
-            for phase, unit, begin, end in found
-            if end > begin
-        ]
-
-    def _sent(self, start: float, stop: float) -> list[dict[str, Any]]:
-        found = []
+    def _sent(self, start: float, stop: float) -> Iterator[Launch]:
         free: dict[str, float] = {}
         for launch in self.launches:
             begin = max(self.seconds(launch.begin), free.get(launch.lane, 0.0))
             end = max(begin, begin if launch.end is None else self.seconds(launch.end))
             free[launch.lane] = end
             if begin < stop and end > start:
-                found.append(
-                    {"lane": launch.lane, "kind": launch.kind, "unit": launch.unit, "bytes": launch.numbytes}
-                    | {"begin": max(begin, start) - start, "end": min(end, stop) - start}
-                )
-        return found
+                yield replace(launch, begin=max(begin, start), end=min(end, stop))
+
+
+def _computed(waits: Sequence[Wait], bounds: Sequence[tuple[float, float]]) -> Iterator[Launch]:
+    """The spans of the compute stream between waits, by the unit waited for last; the last one is the optimizer."""
+    for begin, end in bounds:
+        phase, unit, at = "before forward", "", begin
+        for wait in (wait for wait in waits if begin <= wait.begin < end):
+            yield Launch("compute", phase, unit, 0, at, wait.begin)
+            at = wait.end
+            if wait.phase != "reduce":
+                phase, unit = wait.phase, wait.unit
+        yield Launch("compute", "optimizer", "", 0, at, end)
 
 
 def _described(root: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -129,9 +129,10 @@ def fully_shard(
     `install`, because FSDP2 does not check.
     """
     given = dict(locals())
+    del given["module"]
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    make_unit(modules, checked_choices(**{name: value for name, value in given.items() if name != "module"}))
+    make_unit(modules, checked_choices(**given))
     return module
 
 
@@ -147,7 +148,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))
-        show_state(each)
+        show_state(each, unit)
     installed.after()
     return unit
 
@@ -202,9 +203,14 @@ def checked_choices(**given: Any) -> Choices:
     mesh = default_mesh() if mesh is None else mesh
     where = Where(said.shard_placement_fn, by_waste=said.layout == "auto")
     if dims is not None:
-        where = replace(where, mesh=mesh, axes=_axes_of(mesh, dims))
-        mesh = _torch.data_parallel_mesh(mesh, dims.shard_names, dims.replicate_names)
-        if not where.axes[0]:
+        kinds, names = (dims.shard_names, dims.replicate_names), mesh.mesh_dim_names or ()
+        missing = [name for kind in kinds for name in kind if name not in names]
+        if missing:
+            raise ValueError(f"dp_mesh_dims: Mesh dim name {missing[0]!r} not found in mesh.mesh_dim_names {names}")
+        shard, replicate = (tuple(names.index(name) for name in kind) for kind in kinds)
+        where = replace(where, mesh=mesh, axes=(shard, replicate))
+        mesh = _torch.data_parallel_mesh(mesh, *kinds)
+        if not shard:
             if strategy not in (None, 0, "no_shard"):
                 raise ValueError(f"strategy={strategy!r}: dp_mesh_dims has no `shard` axis; use strategy='no_shard'")
             strategy = "no_shard"
@@ -235,16 +241,6 @@ def checked_choices(**given: Any) -> Choices:
     )
 
 
-def _axes_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of ``mesh`` that shard, and those that replicate."""
-    names = mesh.mesh_dim_names or ()
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in names:
-            raise ValueError(f"dp_mesh_dims: Mesh dim name {name!r} not found in mesh.mesh_dim_names {names}")
-    shard, replicate = (tuple(names.index(n) for n in given) for given in (dims.shard_names, dims.replicate_names))
-    return shard, replicate
-
-
 def _ignored(given: Any) -> frozenset[nn.Parameter]:
     try:
         found = frozenset(() if given is None else given)
@@ -256,9 +252,7 @@ def _ignored(given: Any) -> frozenset[nn.Parameter]:
     return found
 
 
-def _checked_reshard(
-    value: bool | int | Literal["auto"] | None, mesh: DeviceMesh
-) -> bool | int | Literal["auto"] | None:
+def _checked_reshard(value: Any, mesh: DeviceMesh) -> Any:
     """``reshard_after_forward``, checked. A group size of 1 becomes False, the size of the whole axis True."""
     if value is None or isinstance(value, bool) or value == "auto":
         return value
@@ -283,21 +277,16 @@ def no_shard(target: nn.Module | nn.Parameter) -> None:
     its device. They are not gathered and have no hooks. Trainable ones are replicated too: their gradients are averaged
     and their optimizer state is sharded by the strategy; then their weights are gathered once per optimizer step.
     """
-    if isinstance(target, nn.Parameter):
-        _refuse_sharded("this parameter", [target])
-        target.__dict__[NO_SHARD] = True
-        return
-    if not isinstance(target, nn.Module):
+    if not isinstance(target, (nn.Module, nn.Parameter)):
         raise TypeError(f"no_shard takes a module or a parameter, not {type(target).__name__}")
-    for module in target.modules():
-        _refuse_sharded(type(module).__name__, module.parameters(recurse=False), unit_of(module))
-    for module in target.modules():
-        module.__dict__[NO_SHARD] = True
-
-
-def _refuse_sharded(what: str, parameters: Iterable[nn.Parameter], unit: Unit | None = None) -> None:
-    if unit is not None or any(OWNER in parameter.__dict__ for parameter in parameters):
-        raise ValueError(f"{what} is already sharded; call no_shard before fully_shard")
+    marked: list[Any] = [target] if isinstance(target, nn.Parameter) else list(target.modules())
+    for each in marked:
+        parameters = [each] if isinstance(each, nn.Parameter) else each.parameters(recurse=False)
+        if unit_of(each) is not None or any(OWNER in parameter.__dict__ for parameter in parameters):
+            what = "this parameter" if isinstance(each, nn.Parameter) else type(each).__name__
+            raise ValueError(f"{what} is already sharded; call no_shard before fully_shard")
+    for each in marked:
+        each.__dict__[NO_SHARD] = True
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -54,9 +55,9 @@ def _main(arguments: list[str]) -> int:
     command = _COMMANDS[options.command]
     try:
         return command.run(options)
-    except BrokenPipeError:
-        raise
     except command.mistakes as mistake:
+        if isinstance(mistake, BrokenPipeError):
+            raise
         print(f"{options.parser.prog}: {mistake}", file=sys.stderr)
         return 2
 
@@ -68,13 +69,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_script(parser: argparse.ArgumentParser) -> None:
     """Run SCRIPT unchanged, with flatshard in place of torch.distributed.fsdp. With several processes: torchrun
     --nproc-per-node N -m flatshard run SCRIPT ..."""
-    _add_script(parser)
-
-
-def _add_script(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, not a file")
     add("script", metavar="SCRIPT", help="a Python file; with -m, a module")
@@ -121,14 +118,8 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("record", type=Path, nargs="+", metavar="RECORD", help="one recording, or two to compare")
     add("-o", "--output", type=Path, default=Path("report.html"), metavar="HTML", help="page (default report.html)")
-    add(
-        "--losses",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="loss logs, one per recording (from flatshard train --losses)",
-    )
+    logs = "loss logs, one per recording (from flatshard train --losses)"
+    add("--losses", type=Path, nargs="+", default=[], metavar="FILE", help=logs)
     add("--trace", type=Path, metavar="JSON", help="also write the (first) recording as a trace for Perfetto")
     add("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of the device, to show MFU")
 
@@ -161,8 +152,6 @@ def _check_script(options: argparse.Namespace) -> None:
         if not Path(script).exists():
             raise _NoScript(f"script {script} does not exist")
         return
-    import importlib.util
-
     try:
         found = importlib.util.find_spec(script)
     except (ImportError, ValueError) as error:
@@ -184,9 +173,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         add(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
     add("--segment-cost", type=float, metavar="US", help="time for each further tensor in a launch")
     add("--sms", type=int, help="streaming multiprocessors that a collective occupies (default 0)")
-    add(
-        "--warmup", type=int, default=2, metavar="STEPS", help="number of first steps that are not measured (default 2)"
-    )
+    add("--warmup", type=int, default=2, metavar="STEPS", help="first steps that are not measured (default 2)")
     add("--tokens", type=float, help="tokens per step and rank, to report tokens/s")
     add("--flops", type=float, help="model FLOPs per step and rank, to report FLOP/s")
     add("--json", type=Path, metavar="PATH", help="also write the report to this file")
@@ -208,18 +195,15 @@ def _rehearse(options: argparse.Namespace) -> int:
     network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
     _check_script(options)
 
-    def scaled(number: float | None, scale: float) -> float | None:
+    def given(name: str, scale: float) -> float | None:
+        number = getattr(options, name)
         return None if number is None else number * scale
 
-    links = {
-        level: changed(
-            getattr(network, level),
-            bandwidth=scaled(getattr(options, f"{level}_bandwidth"), 1e9),
-            latency=scaled(getattr(options, f"{level}_latency"), 1e-6),
-        )
-        for level in ("inside", "between")
-    }
-    own = changed(network, **links, segment=scaled(options.segment_cost, 1e-6), sms=options.sms)
+    links = {}
+    for level in ("inside", "between"):
+        bandwidth, latency = given(f"{level}_bandwidth", 1e9), given(f"{level}_latency", 1e-6)
+        links[level] = changed(getattr(network, level), bandwidth=bandwidth, latency=latency)
+    own = changed(network, **links, segment=given("segment_cost", 1e-6), sms=options.sms)
     if own != network:
         network = replace(own, name=f"{network.name} with own numbers")
     from flatshard.rehearsal.run import ScriptFailed, ScriptRun, rehearse_script
@@ -247,13 +231,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("source", metavar="SRC", help="a file or a folder in any of these formats")
     add("target", metavar="DST", help="the file or folder to write; it must not exist")
     add("--to", choices=("flatshard", "dcp", "safetensors", "torch"), help="format (default: by suffix, or flatshard)")
-    add(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="PATTERN=NEW",
-        help="rename tensors: a regular expression and its replacement; may be repeated",
-    )
+    rename = "rename tensors: a regular expression and its replacement; may be repeated"
+    add("--rename", action="append", default=[], metavar="PATTERN=NEW", help=rename)
     add("--names", metavar="JSON", help="rename tensors: a file that maps old names to new ones")
     add("--model-only", action="store_true", help="convert the weights only, not the optimizer state")
 
@@ -267,10 +246,8 @@ def _convert(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.source} does not exist, so there is no checkpoint to convert")
     from flatshard.checkpoint.convert import convert, names_from
 
-    names = None if options.names is None else names_from(options.names)
-    form = convert(
-        options.source, options.target, to=options.to, rename=rename, names=names, model_only=options.model_only
-    )
+    names, model_only = None if options.names is None else names_from(options.names), options.model_only
+    form = convert(options.source, options.target, to=options.to, rename=rename, names=names, model_only=model_only)
     print(f"{options.target}: {form}")
     return 0
 
@@ -287,16 +264,12 @@ class _Command(NamedTuple):
     mistakes: tuple[type[Exception], ...] = (OSError, ValueError)
 
 
+_PLANS = "estimate memory, traffic and step time of every sharding strategy for a model"
 _COMMANDS = {
     "rehearse": _Command("run a training script as one rank of W on one device", _add_rehearse, _rehearse),
     # Errors of the script itself keep their tracebacks.
-    "run": _Command("run a script that uses PyTorch's fully_shard on flatshard", _add_run, _run, (_NoScript,)),
-    "plan": _Command(
-        "estimate memory, traffic and step time of every sharding strategy for a model",
-        add_plan,
-        plan,
-        (OSError, TypeError, ValueError),
-    ),
+    "run": _Command("run a script that uses PyTorch's fully_shard on flatshard", _add_script, _run, (_NoScript,)),
+    "plan": _Command(_PLANS, add_plan, plan, (OSError, TypeError, ValueError)),
     "convert": _Command("convert a checkpoint to another format", _add_convert, _convert),
     "blame": _Command("find the rank that stopped a job in the flight records", _add_blame, _blame),
     "report": _Command("draw a recorded step as an HTML page", _add_report, _report),

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.groups.registry import OWNER, SUCCESSOR, group_of, successor_of
+from flatshard.engine.groups.registry import OWNER, SUCCESSOR, owner_of, successor_of
 from flatshard.engine.parameters.sharded_param import attributes_of
 from flatshard.engine.tree.build import Choices, owned_modules, units_below
 from flatshard.engine.tree.unit_classes import original_classes
@@ -124,19 +124,12 @@ def _remove(attributes: dict[str, Any]) -> None:
 
 def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
     """The `Choices` for the copy of a unit."""
+    plain = {id(site.look()) for each in unit.plain for site in each.sites}
+    own = [p for _, module in owned_modules(unit.modules) for p in module.parameters(recurse=False)]
+    ignored = frozenset(memo[id(p)] for p in own if OWNER not in p.__dict__ and id(p) not in plain)
     known: Choices = unit.choices
-    ignored = frozenset(memo[id(parameter)] for parameter in _ignored(unit))
     where = replace(known.where, choose=lambda parameter: Sharding(dims[id(parameter)]))
     return replace(known, ignored=ignored, where=where)
-
-
-def _ignored(unit: Unit) -> Iterator[nn.Parameter]:
-    """The ``ignored_params`` in the modules of a unit."""
-    plain = {id(site.look()) for each in unit.plain for site in each.sites}
-    for _, module in owned_modules(unit.modules):
-        for parameter in module.parameters(recurse=False):
-            if OWNER not in parameter.__dict__ and id(parameter) not in plain:
-                yield parameter
 
 
 def _blank(group: ParamGroup, index: int) -> nn.Parameter:
@@ -150,13 +143,11 @@ def _blank(group: ParamGroup, index: int) -> nn.Parameter:
 
 def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
     """Put a copy of a shard into the new modules."""
-    parameter = successor_of(blank)
-    assert parameter is not None
-    made = group_of(parameter)
-    assert made is not None
-    member = next(each for each in made.params if each.sharded is parameter)
+    found = owner_of(blank)
+    assert found is not None
+    group, index = found
     fresh = _torch.like_dtensor(sharded, _torch.local_of(sharded).detach().clone())
-    for site in member.sites:
+    for site in group.params[index].sites:
         site.put(_torch.as_parameter(fresh, sharded.requires_grad))
 
 

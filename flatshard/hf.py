@@ -9,12 +9,11 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from flatshard.buffer import Exchange
@@ -64,7 +63,11 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         streams = adapters is None and kwargs.get("safe_serialization", True)  # an argument of Transformers 4
         modules = _safetensors_users(type(self)) if streams else []
         asked = _Asked(self, ranks)
-        state = defer(self.state_dict(keep_vars=True)) if modules else asked.for_whole(adapters)
+        if modules:
+            state = defer(self.state_dict(keep_vars=True))
+        else:
+            whole = iter_full_tensors(self, names=adapters)
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if ranks.rank == 0}
 
         def write() -> None:
             with original_classes(self), asked.by(modules):
@@ -88,11 +91,6 @@ class _Asked:
 
     def __init__(self, model: nn.Module, ranks: Exchange) -> None:
         self._model, self._ranks = model, ranks
-
-    def for_whole(self, names: Container[str] | None) -> dict[str, torch.Tensor]:
-        """The full tensors of these names on rank 0, and nothing on other ranks. All ranks must call it."""
-        whole = iter_full_tensors(self._model, names=names)
-        return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self._ranks.rank == 0}
 
     @contextmanager
     def by(self, modules: list[dict[str, Any]]) -> Iterator[None]:
@@ -136,7 +134,7 @@ def _adapters(model: Any) -> set[str] | None:
     return trained | {name for name in model.state_dict() if any(f".{adapter}" in name for adapter in known)}
 
 
-_trainers: list[tuple[Any, Callable[..., Any]]] = []  # the class, and its original `save_model`
+_trainers: dict[Any, Callable[..., Any]] = {}  # classes, and their original `save_model`
 
 
 def let_trainer_save() -> None:
@@ -146,29 +144,25 @@ def let_trainer_save() -> None:
     which it calls the same method, do not change.
     """
     cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    if cls is None or any(cls is known for known, _ in _trainers):
+    if cls is None or cls in _trainers:
         return
-    method = cls.save_model
+    method = _trainers[cls] = cls.save_model
 
     @functools.wraps(method)
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-        if not _internal_call and unit_of(self.model) is not None and _has_sharded_state(self):
+        sharded = self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        if sharded and not _internal_call and unit_of(self.model) is not None:
             _save(self, output_dir)
         return method(self, output_dir, _internal_call)
 
-    _trainers.append((cls, method))
     cls.save_model = save_model
 
 
 def undo_let_trainer_save() -> None:
     """Undo `let_trainer_save`."""
     while _trainers:
-        cls, method = _trainers.pop()
+        cls, method = _trainers.popitem()
         cls.save_model = method
-
-
-def _has_sharded_state(trainer: Any) -> bool:
-    return trainer.is_fsdp_enabled and "FULL" not in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
 
 
 def _save(trainer: Any, folder: Any) -> None:

@@ -39,8 +39,11 @@ def install() -> None:
     theirs = {id(value): _OURS[name] for name, value in _torch.FSDP_NAMES.items() if name in _OURS}
     count = len(_changed)
     for title, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and not _is_internal(title):
-            _rebind(module, theirs)
+        known = vars(module) if isinstance(module, types.ModuleType) and not _is_internal(title) else {}
+        for name, value in [(name, value) for name, value in known.items() if id(value) in theirs]:
+            if not isinstance(value, type) or module.__name__ != _torch.FSDP_BODY:
+                _changed.append((module, name, value, theirs[id(value)]))
+                setattr(module, name, theirs[id(value)])
     modules = len({module.__name__ for module, *_ in _changed[count:]})
     _log.info("install: replaced the names of torch.distributed.fsdp in %d modules", modules)
 
@@ -63,11 +66,3 @@ def _is_internal(title: str) -> bool:
     if title == "flatshard" or title.startswith("flatshard."):
         return True
     return title not in _torch.FSDP_HOMES and title.startswith(_torch.FSDP_INTERNALS)
-
-
-def _rebind(module: types.ModuleType, theirs: dict[int, Any]) -> None:
-    for name, value in list(vars(module).items()):
-        ours = theirs.get(id(value))
-        if ours is not None and not (isinstance(value, type) and module.__name__ == _torch.FSDP_BODY):
-            _changed.append((module, name, value, ours))
-            setattr(module, name, ours)

@@ -68,7 +68,10 @@ def shard_model(
         _arguments.whole_number("offload_bytes", offload_bytes, 0)
         if not isinstance(own_policy(choices.get("offload_policy")), CPUOffloadPolicy):
             raise ValueError("offload_bytes: which units are offloaded; give offload_policy=CPUOffloadPolicy() too")
-    where = _expert_shardings(model, experts) if experts is not None else {}
+    where: dict[nn.Parameter, Sharding] = {}
+    if experts is not None:
+        sharding = Sharding(mesh=experts.mesh, apart=experts.apart)
+        where = {p: sharding for module in instances(model, experts.modules, "experts") for p in module.parameters()}
 
     def choose(parameter: nn.Parameter) -> Any:
         found = where.get(parameter)
@@ -107,9 +110,3 @@ def _tables(model: nn.Module) -> set[nn.Embedding]:
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return {each for each in embeddings if all(holders[id(parameter)] == 1 for parameter in each.parameters())}
-
-
-def _expert_shardings(model: nn.Module, experts: Experts) -> dict[nn.Parameter, Sharding]:
-    sharding = Sharding(mesh=experts.mesh, apart=experts.apart)
-    modules = instances(model, experts.modules, "experts")
-    return {parameter: sharding for module in modules for parameter in module.parameters()}

@@ -166,9 +166,8 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
-        for root in dict.fromkeys(map(root_of, _units(self, True))):
-            if root is not None and set_to_none:
-                root.rest_gradients()
+        for root in _roots(self, True) if set_to_none else ():
+            root.rest_gradients()
 
     def sync_gradients(self, wait: bool = True) -> None:
         """Finish the reduction of all gradients of the units below, as the backward of the last micro-batch does.
@@ -326,10 +325,9 @@ class FSDPModule(TorchFSDPModule):
         """
         if backend != "NCCL":
             raise ValueError(f"set_symm_mem_for_comm(backend={backend!r}): must be 'NCCL'")
-        if _unit(self).device.type != "cuda":
-            raise ValueError(
-                f"set_symm_mem_for_comm: symmetric memory needs a mesh on CUDA; this one is on {_unit(self).device}"
-            )
+        device = _unit(self).device
+        if device.type != "cuda":
+            raise ValueError(f"set_symm_mem_for_comm: symmetric memory needs a mesh on CUDA; this one is on {device}")
         self._set_comms("set_symm_mem_for_comm", "SymmMem")
 
     def _set_comms(self, method: str, kind: str | None) -> None:
@@ -362,13 +360,11 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        _ask(self, recurse, max_reducing=max_input_buffers)
-        _resolve_reduces(self, recurse)
+        _ask_reduces(self, recurse, max_reducing=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set `SchedulePolicy.separate_groups`: whether reduces use separate process groups. One choice per model."""
-        _ask(self, recurse, separate_groups=_arguments.flag("enable", enable))
-        _resolve_reduces(self, recurse)
+        _ask_reduces(self, recurse, separate_groups=_arguments.flag("enable", enable))
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # has a part of the attributes of PyTorch's
         assert isinstance(self, nn.Module)
@@ -450,9 +446,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, share communication streams and memory pools."""
-    given = _arguments.modules("share_comm_ctx", modules)
-    _units_of("share_comm_ctx", given)
-    roots = [_root(module) for module in given]
+    roots = [_root(module) for module in _checked_units("share_comm_ctx", modules)]
     for root in roots[1:]:
         root.share(roots[0])
 
@@ -462,25 +456,22 @@ def _ask(module: FSDPModule, recurse: bool, **settings: Any) -> None:
         unit.ask(**settings)
 
 
-def _resolve_reduces(module: FSDPModule, recurse: bool) -> None:
-    for root in dict.fromkeys(map(root_of, _units(module, recurse))):
-        if root is not None:
-            root.reduces.resolve(root.units)
+def _ask_reduces(module: FSDPModule, recurse: bool, **settings: Any) -> None:
+    _ask(module, recurse, **settings)
+    for root in _roots(module, recurse):
+        root.reduces.resolve(root.units)
 
 
 def _refs(method: str, modules: Iterable[Any]) -> tuple[weakref.ref[nn.Module], ...]:
-    return tuple(weakref.ref(unit.modules[0]) for unit in _units_of(method, modules))
+    return tuple(weakref.ref(_unit(module).modules[0]) for module in _checked_units(method, modules))
 
 
-def _units_of(function: str, modules: Iterable[Any]) -> list[Unit]:
-    found = []
-    for module in _arguments.modules(function, modules):
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"Expects list of FSDPModules but got {type(module).__name__}, on which fully_shard was not called"
-            )
-        found.append(_unit(module))
-    return found
+def _checked_units(function: str, modules: Iterable[Any]) -> list[FSDPModule]:
+    listed = _arguments.modules(function, modules)
+    odd = [type(module).__name__ for module in listed if not isinstance(module, FSDPModule)]
+    if odd:
+        raise ValueError(f"Expects list of FSDPModules but got {odd[0]}, on which fully_shard was not called")
+    return listed
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
@@ -501,6 +492,11 @@ def _unit(module: Any) -> Unit:
 
 def _root(module: Any) -> Root:
     return find_root(_unit(module), module)
+
+
+def _roots(module: FSDPModule, recurse: bool) -> list[Root]:
+    """The roots that there are of these units: none before the first forward."""
+    return [root for root in dict.fromkeys(map(root_of, _units(module, recurse))) if root is not None]
 
 
 def _one_mesh(method: str, unit: Unit) -> list[ParamGroup]:

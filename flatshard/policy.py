@@ -70,10 +70,8 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(f"MixedPrecisionPolicy({name}={value!r}): must be a floating-point torch.dtype or None")
-        _arguments.flag("cast_forward_inputs", self.cast_forward_inputs)
-        self._check_formats()
-
-    def _check_formats(self) -> None:
+        for name in ("cast_forward_inputs", "stochastic"):
+            _arguments.flag(name, getattr(self, name))
         gathers, reduces = (get_args(kind) for kind in (GatherFormat, ReduceFormat))
         if self.gather_format not in (*gathers, "auto", None):
             raise ValueError(f"gather_format={self.gather_format!r}: must be one of {', '.join(gathers)}, auto or None")
@@ -86,7 +84,6 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
         _arguments.whole_number("block", self.block, 16)
         if self.block & (self.block - 1) or self.block > 1024:
             raise ValueError(f"block={self.block}: must be a power of two from 16 to 1024")
-        _arguments.flag("stochastic", self.stochastic)
         if self.encodes is not None and not callable(self.encodes):
             raise TypeError(f"encodes={self.encodes!r}: must be a function of a name and a parameter, or None")
 
@@ -148,28 +145,23 @@ class DataParallelMeshDims:
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
+    shard_names = property(lambda self: _names(self.shard))
+    replicate_names = property(lambda self: _names(self.replicate))
 
     def __post_init__(self) -> None:
-        for name in ("shard", "replicate"):
-            given = getattr(self, name)
-            named = given if isinstance(given, (tuple, list)) else (given,)
-            if given is not None and not all(isinstance(each, str) for each in named):
-                raise TypeError(
-                    f"DataParallelMeshDims({name}={given!r}): must be the name of an axis, or a tuple of names"
-                )
+        for name, given in (("shard", self.shard), ("replicate", self.replicate)):
+            if not all(isinstance(each, str) for each in _names(given)):
+                wrong = f"DataParallelMeshDims({name}={given!r})"
+                raise TypeError(f"{wrong}: must be the name of an axis, or a tuple of names")
         twice = set(self.shard_names) & set(self.replicate_names)
         if twice:
             raise ValueError(f"DataParallelMeshDims: {min(twice)!r} is in both shard and replicate; use one of them")
         if not self.shard_names and not self.replicate_names:
             raise ValueError("At least one of shard or replicate must be set in DataParallelMeshDims")
 
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        return _names(self.shard)
 
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        return _names(self.replicate)
+def _names(given: Any) -> tuple[str, ...]:
+    return tuple(given) if isinstance(given, (tuple, list)) else () if given is None else (given,)
 
 
 @dataclass(frozen=True)
@@ -243,10 +235,6 @@ def own_policy(given: Any) -> Any:
     return given if kind is None else kind(**{field.name: getattr(given, field.name) for field in fields(given)})
 
 
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
-
-
 @dataclass(frozen=True)
 class Placements:
     """The placements of the three buffers of a parameter group, one placement per axis of the mesh.
@@ -260,8 +248,7 @@ class Placements:
     optimizer: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
-        for name in ("parameter", "gradient", "optimizer"):
-            given = getattr(self, name)
+        for name, given in vars(self).items():
             if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
                 raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
             wrong = [p for p in given if isinstance(p, Block)]
@@ -270,27 +257,26 @@ class Placements:
             cut = [is_sharded(p) for p in given]
             if cut != sorted(cut):
                 raise ValueError(f"Placements({name}={given!r}): an axis is sharded but a later one is not; swap them")
-        axes = {len(self.parameter), len(self.gradient), len(self.optimizer)}
+        axes = {len(given) for given in vars(self).values()}
         if len(axes) != 1:
             raise ValueError(f"Placements: parameter, gradient and optimizer have different lengths: {sorted(axes)}")
         for axis, (parameter, gradient, optimizer) in enumerate(zip(self.parameter, self.gradient, self.optimizer)):
+            reason = ""
             if isinstance(parameter, Partial) or isinstance(optimizer, Partial):
-                raise ValueError(
-                    f"Placements: axis {axis} has Partial for parameter or optimizer; only gradient can be Partial"
-                )
-            if not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
-                raise ValueError(
-                    f"Placements: axis {axis} shards parameter or gradient but not optimizer, which would update "
-                    "weights that the rank does not hold; use Flat() for optimizer too"
-                )
-            if isinstance(gradient, Replicate) and is_sharded(optimizer):
-                raise ValueError(f"Placements: axis {axis} has Replicate for gradient; use Partial() or Flat()")
+                reason = "has Partial for parameter or optimizer; only gradient can be Partial"
+            elif not is_sharded(optimizer) and (is_sharded(parameter) or is_sharded(gradient)):
+                reason = "shards parameter or gradient but not optimizer, which would update weights that the rank "
+                reason += "does not hold; use Flat() for optimizer too"
+            elif isinstance(gradient, Replicate) and is_sharded(optimizer):
+                reason = "has Replicate for gradient; use Partial() or Flat()"
+            if reason:
+                raise ValueError(f"Placements: axis {axis} {reason}")
 
 
 Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 # Which buffers a strategy shards on an axis: parameter, gradient, optimizer. The order gives the strategy's number.
-_INNER: dict[str, tuple[bool, bool, bool]] = {
+_SHARDED: dict[str, tuple[bool, bool, bool]] = {
     "no_shard": (False, False, False),
     "optim": (False, False, True),
     "optim_grads": (False, True, True),
@@ -313,17 +299,16 @@ def placements_for(strategy: Strategy | int | Placements | None, outer: Strategy
     if outer is not None and axes == 1:
         raise ValueError(f"outer_strategy={outer!r} needs a mesh of two axes (outer, inner)")
     name = "optim_grads_params" if strategy is None else strategy_name("strategy", strategy)
-    inner = _INNER[name]
-    kept, partial = Replicate(), Partial("avg")
-    unsharded: tuple[Placement, ...] = (kept, partial, kept)
-    last: list[Placement] = [Flat() if sharded else other for sharded, other in zip(inner, unsharded)]
-    if axes == 1:
-        return Placements((last[0],), (last[1],), (last[2],))
     outer_name = "no_shard" if outer is None else strategy_name("outer_strategy", outer, _OUTER)
     if outer_name == "optim" and name != "optim_grads_params":
         raise ValueError(f"outer_strategy='optim' needs strategy='optim_grads_params', not {name!r}")
-    first = Flat() if outer_name == "optim" else kept
-    return Placements((kept, last[0]), (partial, last[1]), (first, last[2]))
+    unsharded: tuple[Placement, ...] = (Replicate(), Partial("avg"), Replicate())
+    by_axis = [
+        [Flat() if sharded else other for sharded, other in zip(_SHARDED[each], unsharded)]
+        for each in (outer_name, name)[-axes:]
+    ]
+    parameter, gradient, optimizer = zip(*by_axis)
+    return Placements(parameter, gradient, optimizer)
 
 
 def on_another_mesh(
@@ -335,7 +320,7 @@ def on_another_mesh(
     return placements_for(strategy, outer if axes > 1 else None, axes)
 
 
-def strategy_name(what: str, given: str | int, names: tuple[str, ...] = tuple(_INNER)) -> str:
+def strategy_name(what: str, given: str | int, names: tuple[str, ...] = tuple(_SHARDED)) -> str:
     """The name of a strategy that is given by name or number. ``what``: the name of the argument, for errors."""
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(names):
         return names[given]

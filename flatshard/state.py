@@ -13,7 +13,7 @@ from flatshard import _torch
 from flatshard.engine.groups.names import Names
 from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.roots import find_root
-from flatshard.engine.units.unit import Unit, unit_of
+from flatshard.engine.units.unit import Unit
 from flatshard.layout import is_sharded
 
 _STATE = "_flatshard_state"
@@ -35,21 +35,14 @@ class FSDPParamGroup:
     fsdp_params: list[FSDPParam]
     _state: FSDPState
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the full parameters are on this rank now."""
-        return self._state.unit.is_gathered
+    is_unsharded = property(lambda self: self._state.unit.is_gathered, doc="Whether this rank has full parameters.")
+    comm_ctx = property(lambda self: self._state._comm_ctx, doc="The streams of `FSDPState._comm_ctx`.")
 
     @property
     def mesh_info(self) -> Any:
         """PyTorch's description of the mesh."""
         unit = self._state.unit
         return _torch.mesh_info(unit.mesh, is_sharded(unit.groups[0].main.placements[-1]))
-
-    @property
-    def comm_ctx(self) -> types.SimpleNamespace:
-        """The streams of `FSDPState._comm_ctx`."""
-        return self._state._comm_ctx
 
     def post_backward(self) -> None:
         """No effect. Pipelines call it for every group; `_root_post_backward_final_callback` handles all of them."""
@@ -66,9 +59,7 @@ class FSDPState:
         self._known, self._unit = weakref.ref(module), weakref.ref(unit)
 
     # For isinstance checks of code that looks for FSDP2's state. It does not inherit, so that missing attributes raise.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return _torch.FSDPState
+    __class__ = property(lambda self: _torch.FSDPState)
 
     @property
     def unit(self) -> Unit:
@@ -77,9 +68,8 @@ class FSDPState:
         assert found is not None
         return found
 
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return tuple(self.unit.modules)
+    _modules = property(lambda self: tuple(self.unit.modules))
+    _mp_policy = property(lambda self: self.unit.policy)
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
@@ -93,10 +83,6 @@ class FSDPState:
         return None if self.unit.root is None else self.unit.root.units[0] is self.unit
 
     @property
-    def _mp_policy(self) -> Any:
-        return self.unit.policy
-
-    @property
     def _state_ctx(self) -> types.SimpleNamespace:
         """A namespace with ``all_states``, the states of all units of this root in the order of registration."""
         units = [self.unit] if self.unit.root is None else self.unit.root.units
@@ -107,12 +93,8 @@ class FSDPState:
         """The communication streams of this root; None before the first forward, and on CPU."""
         root = root_of(self.unit)
         gather, reduce = (None, None) if root is None else (root.gather_lane.stream, root.reduce_lane.stream)
-        return types.SimpleNamespace(
-            all_gather_copy_in_stream=gather,
-            all_gather_stream=gather,
-            reduce_scatter_stream=reduce,
-            all_reduce_stream=reduce,
-        )
+        gathers = dict.fromkeys(("all_gather_copy_in_stream", "all_gather_stream"), gather)
+        return types.SimpleNamespace(**gathers, reduce_scatter_stream=reduce, all_reduce_stream=reduce)
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
@@ -125,9 +107,7 @@ class FSDPState:
             found += [FSDPParam(names[index], member.sharded) for index, member in enumerate(group.params)]
         return [FSDPParamGroup(fqn, found, self)] if found else []
 
-    @property
-    def _fsdp_param_group(self) -> FSDPParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
+    _fsdp_param_group = property(lambda self: next(iter(self._fsdp_param_groups), None))
 
     def _lazy_init(self) -> Root:
         """Set up the root, as the first forward does. This unit becomes the root if it has none."""
@@ -150,9 +130,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return found
 
 
-def show_state(module: nn.Module) -> None:
+def show_state(module: nn.Module, unit: Unit) -> None:
     """Store the state of a module that is a unit, for `state_of` and for torch's function."""
-    unit = unit_of(module)
-    assert unit is not None
     module.__dict__[_STATE] = state = FSDPState(module, unit)
     _torch.let_torch_find(state, module)

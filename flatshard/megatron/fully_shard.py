@@ -25,7 +25,7 @@ from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
-from flatshard.optim.step import repoint
+from flatshard.optim.step import original_class, repoint
 from flatshard.policy import strategy_name
 
 # The values of ``zero_dp_strategy``, which may also be the names in lower case.
@@ -179,7 +179,7 @@ def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _state_of_one(optimizer: Optimizer, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """The state before the first step of a parameter of one element in ``param_groups[group]``."""
-    cls: Any = next(base for base in type(optimizer).__mro__ if not base.__name__.startswith("FSDP"))
+    cls: Any = original_class(optimizer)
     probe = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
     scratch: Any = cls.__new__(cls)

@@ -32,8 +32,7 @@ def install() -> None:
     """
     if _FIRST in sys.meta_path:
         return
-    theirs = (name for name in sys.modules if name != _ADAPTER and _ours(name) is not None)
-    _found.update({name: sys.modules[name] for name in theirs})
+    _found.update({name: module for name, module in sys.modules.items() if name != _ADAPTER and _ours(name)})
     ours = {id(one): own for one, own in _pairs()}
     for title, module in list(sys.modules.items()):
         if title in _found or title == _OURS or title.startswith(f"{_OURS}.") or not isinstance(module, ModuleType):

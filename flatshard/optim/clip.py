@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard import _arguments, _torch
-from flatshard.buffer import DBuffer, Lane, Op
+from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import group_among, joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
@@ -153,16 +153,13 @@ def _total_norm(
     dtype = torch.float64 if precise else torch.float32
     shares = {}
     for where, gradients in places.items():
-        powers = _powers(where, [summed for summed, _ in gradients], norm_type, dtype)
-        shares[where] = _join(powers, norm_type).reshape(1)
+        shares[where] = _join(_powers(where, [summed for summed, _ in gradients], norm_type, dtype), norm_type)
     found = list(_over_ranks(shares, norm_type).values())
-    together = torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(1, dtype=dtype)
-    total = _join(together, norm_type)
+    total = _join(torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(0), norm_type)
     if stages is not None:  # in float64: one of them may hold nothing that is
-        own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(mesh_device(stages), torch.float64).reshape(1)}
-        (joined,) = _over_ranks(own, norm_type).values()
-        total = joined[0].to(dtype)
-    return _root(total, norm_type)
+        own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(mesh_device(stages), torch.float64)}
+        (total,) = _over_ranks(own, norm_type).values()
+    return _root(total[0].to(dtype), norm_type)
 
 
 # A norm is the root of a sum of powers. The infinite one is a maximum, in which collectives may lose a NaN.
@@ -181,8 +178,8 @@ def _powers(where: _Where, tensors: Sequence[torch.Tensor], norm_type: float, dt
 
 def _join(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
     if not powers.numel():
-        return powers.new_zeros(())
-    return powers.max() if math.isinf(norm_type) else powers.sum()
+        return powers.new_zeros(1)
+    return (powers.max() if math.isinf(norm_type) else powers.sum()).reshape(1)
 
 
 def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -191,12 +188,9 @@ def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_Where, torch.Tensor]:
     """Powers of which every rank has a share, joined over the axes that cut what they are of."""
-    highest = math.isinf(norm_type)
-    result = {}
-    for where, share in shares.items():
-        result[where] = (
-            torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)]) if highest else share
-        )
+    highest, result = math.isinf(norm_type), dict(shares)
+    for where, share in shares.items() if highest else ():
+        result[where] = torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)])
     for mesh in dict.fromkeys(mesh for mesh, axes in shares if mesh is not None and axes):
         cut = [where for where in shares if where[0] == mesh and where[1]]
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and any(axis in where[1] for where in cut)]
@@ -207,15 +201,13 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
         for where in cut:
             if not highest and any(place[axis] for axis in axes if axis not in where[1]):
                 result[where] = torch.zeros_like(result[where])  # the first rank along the axis counts it
-        both = torch.cat([result[where] for where in cut])
+        both, group = torch.cat([result[where] for where in cut]), joint_group(mesh, axes)
         lane = Lane("norms", mesh_device(mesh))
-        op: Op = "max" if highest else "sum"
-        lane.all_reduce(joint_group(mesh, axes), [both], op, after=(lane.mark(),), name="norms").wait()
+        lane.all_reduce(group, [both], "max" if highest else "sum", after=(lane.mark(),), name="norms").wait()
         result.update(zip(cut, both.split([result[where].numel() for where in cut])))
-    if highest:
-        for where, value in result.items():
-            norms, undefined = value.chunk(2)
-            result[where] = norms.masked_fill(undefined > 0, math.nan)
+    for where, value in result.items() if highest else ():
+        norms, undefined = value.chunk(2)
+        result[where] = norms.masked_fill(undefined > 0, math.nan)
     return result
 
 

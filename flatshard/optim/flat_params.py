@@ -96,11 +96,9 @@ class FlatParam:
         main_grads = None if group is None else group.gradients.main_grads
         if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
             with _torch.PlainAttributes():
-                for index, parameter in zip(self._indices, self.parameters):
-                    if parameter.grad is not main_grads.shown[index]:
-                        break
-                else:
-                    return main_grads.buffer
+                grads = [parameter.grad for parameter in self.parameters]
+            if all(map(operator.is_, grads, [main_grads.shown[index] for index in self._indices])):
+                return main_grads.buffer
         found = {buffer_of(p.grad, self.main, index) for index, p in zip(self._indices, self.parameters)}
         return found.pop() if len(found) == 1 else None
 

@@ -18,6 +18,7 @@ from flatshard.engine.gradients.reduction import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, is_replaced
 from flatshard.engine.units.unit import unit_with
+from flatshard.engine.weights.offload import Home
 from flatshard.optim.adamw8bit import cut_entries, require_rows
 from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_flat_params, sharding_of
 from flatshard.optim.split_step import SplitStep
@@ -215,9 +216,8 @@ class LocalStep:
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state from which the flat parameters were created."""
-        if optimizer.__dict__["state"] is not self._outer or self._generation != generation():
-            return False
-        return [list(map(id, group["params"])) for group in optimizer.param_groups] == self._ids
+        is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
+        return is_known and _ids(optimizer) == self._ids
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
         # What is streamed is cast piece by piece.
@@ -252,24 +252,22 @@ class LocalStep:
     def _prepare(self, optimizer: Optimizer) -> None:
         """Create flat parameters, and fill their state from the public one."""
         outer = self.public_state(optimizer)
-        groups = optimizer.param_groups
-        _cut_as_parameters(groups, outer)
+        _cut_as_parameters(optimizer.param_groups, outer)
         refuse_replaced(optimizer)
-        self._flat_params, self._absent, self._others = make_flat_params(groups, outer, self.flat)
-        for each in self._flat_params:
-            each.is_streamed = self._streams(each, groups[each.number])
-        self._generation = generation()
-        self._ids = [list(map(id, group["params"])) for group in groups]
+        self._flat_params, self._absent, self._others = make_flat_params(optimizer.param_groups, outer, self.flat)
+        self._generation, self._ids = generation(), _ids(optimizer)
         self.flat_state = defaultdict(dict)
         self._sharded = set(map(id, self._absent))
         for each in self._flat_params:
+            group = each.group()
+            assert group is not None
+            each.is_streamed = self._streams(group.home, optimizer.param_groups[each.number])
             self._sharded.update(map(id, (each.tensor, *each.parameters)))
             if self.rowwise:
                 require_rows(each.parameters[0])
                 cut_entries(each.parameters[0], outer.get(each.parameters[0], {}))
             taken, kinds = each.join_state(outer)
-            group = each.group()
-            if group is not None and each.is_streamed:
+            if each.is_streamed:
                 home = state_home(group.home)
                 taken = {key: home.keep(value) if kinds[key] else value for key, value in taken.items()}
             if taken:
@@ -278,21 +276,21 @@ class LocalStep:
             if not self._attach([each]):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
         self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
-        found = {each.group() for each in self._flat_params} if self.early is not None else ()
-        # A unit elsewhere may add to the gradients of a group with borrowers.
-        for group in found:
-            if group is not None and not group.borrowers:
-                early = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
-                group.gradients.on_final = early
+        for group in {each.group() for each in self._flat_params} if self.early is not None else ():
+            if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
+                group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
 
-    def _streams(self, each: FlatParam, options: dict[str, Any]) -> bool:
-        """Whether a flat parameter is stepped on the device with state, or also weights, from host memory."""
-        group = each.group()
-        if self.offloads or group is None or not group.home.host:
+    def _streams(self, home: Home, options: dict[str, Any]) -> bool:
+        """Whether parameters are stepped on the device with state, or also weights, from host memory."""
+        if self.offloads or not home.host:
             return bool(self.offloads)
         # The CPU steps fused optimizers faster than the bus carries their state, but not beside a backward.
         on_cpu = self.offloads is False or options.get("fused") or not (self.flat or self.rowwise)
         return self.early is not None or not on_cpu
+
+
+def _ids(optimizer: Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _step_early(

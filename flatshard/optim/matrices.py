@@ -1,20 +1,31 @@
-"""Matrices as seen by the optimizer of their owner, and buckets of matrices that are sent together."""
+"""Matrices as seen by the optimizer of their owner, and buckets of matrices that are sent together.
+
+For each bucket the ranks that share its matrices run one all-to-all in, which sends gradients and weights to the
+owners, and one out, which sends new weights to all ranks that hold them. The pieces from one rank to another are packed
+into one run of bytes, in the order of the matrices, so that both ranks know the place of each piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.buffer import Lane
+from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
-from flatshard.optim.all_to_all import AllToAll, OwnerGroup, Packing
-from flatshard.optim.assignment import Holders, Matrix
+from flatshard.optim.assignment import Box, Holders, Matrix
 from flatshard.optim.flat_params import set_grad, sharding_of
+from flatshard.optim.owners import OwnerGroup
+
+Role: TypeAlias = Literal["gradient", "weight"]
+_ALIGN = 16  # bytes: a piece begins where vectorised copies can
 
 
 class MatrixParam:
@@ -47,12 +58,6 @@ class MatrixParam:
     def width(self) -> int:
         """Bytes of an element and of its gradient."""
         return sum(dtype.itemsize for dtype in self.dtypes)
-
-    def set_values(self, gradient: torch.Tensor, weight: torch.Tensor, uncast: bool) -> None:
-        """Set the values of the tensor. If a parameter has no gradient on this rank, no rank has used it."""
-        self.tensor.data = weight.view(self.matrix.shape)
-        if self.parameter.grad is not None:
-            set_grad(self.tensor, gradient.view(self.matrix.shape), uncast)
 
     def clear(self) -> None:
         self.tensor.grad = None
@@ -131,7 +136,10 @@ class Bucket:
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
         self.to_owners.receive({"gradient": gradients, "weight": self._weights})
         for number, each in self.mine.items():
-            each.set_values(gradients.pop(number), self._weights[number], uncast)
+            each.tensor.data = self._weights[number].view(each.matrix.shape)
+            received = gradients.pop(number)
+            if each.parameter.grad is not None:  # else no rank has used the parameter
+                set_grad(each.tensor, received.view(each.matrix.shape), uncast)
 
     def send_out(self) -> None:
         """Send the new weights to all ranks that hold them."""
@@ -165,3 +173,139 @@ def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.
     if not hasattr(grad, MAIN_GRAD) and sharding_of(grad) != sharding_of(parameter):
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     return _torch.held_of(grad)
+
+
+# All-to-alls
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of matrix ``number`` in packed bytes, and where it lies in the tensor it is taken from or put into.
+
+    ``where`` is None for all of that tensor. Equal boxes of consecutive rows that lie at equal distances, as those of
+    all ranks do where rows divide evenly, are one piece: ``times`` of them.
+    """
+
+    number: int
+    role: Role
+    where: tuple[slice, ...] | None
+    times: int
+    place: torch.Tensor  # in the packed bytes
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In the tensor, in the shape of ``place``: a view, whatever its strides are, since it may be written to."""
+        part = tensor if self.where is None else tensor[self.where]
+        return part if self.times == 1 else part.unflatten(0, (self.times, -1))
+
+
+class Packing:
+    """The pieces between this rank and each other one, and their places in the packed bytes."""
+
+    def __init__(self) -> None:
+        self.splits: list[int] = []
+        self.numbytes = 0
+        self._boxes: dict[tuple[int, Role, Box, torch.dtype], list[tuple[Box, int]]] = {}
+
+    def add(self, number: int, role: Role, box: Box, within: Box, dtype: torch.dtype) -> None:
+        self._boxes.setdefault((number, role, within, dtype), []).append((box, self.numbytes // dtype.itemsize))
+        self.numbytes += -(-box.numel * dtype.itemsize // _ALIGN) * _ALIGN
+
+    def close(self) -> None:
+        """All pieces for one rank have been added."""
+        self.splits.append(self.numbytes - sum(self.splits))
+
+    def pieces(self, packed: torch.Tensor) -> list[Piece]:
+        """All pieces, as views of the packed bytes."""
+        found = []
+        for (number, role, within, dtype), boxes in self._boxes.items():
+            elements = packed.view(dtype)
+            for stack in _stacks(boxes, within):
+                (box, start), times = stack[0], len(stack)
+                sizes, strides = box.sizes, tuple(math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes)))
+                rows = box
+                if times > 1:
+                    rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:]))
+                    sizes, strides = (times, *sizes), (stack[1][1] - start, *strides)
+                where = None if rows == within else rows.inside(within)
+                found.append(Piece(number, role, where, times, elements.as_strided(sizes, strides, start)))
+        return found
+
+
+def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[list[tuple[Box, int]]]:
+    """Boxes and where they start, in the same order, with those in one list that are one piece."""
+    found: list[list[tuple[Box, int]]] = []
+    for box, start in boxes:
+        if found and box.sizes and box.sizes[1:] == within.sizes[1:]:
+            before, at = found[-1][-1]
+            follows = box.sizes == before.sizes and box.offsets[0] == before.offsets[0] + box.sizes[0]
+            if follows and (len(found[-1]) == 1 or start - at == at - found[-1][-2][1]):
+                found[-1].append((box, start))
+                continue
+        found.append([(box, start)])
+    return found
+
+
+class AllToAll:
+    """An all-to-all of a bucket that can be launched many times. ``name`` identifies it in the flight record.
+
+    The storage of the packed bytes is allocated for each launch; the views of the pieces stay.
+    """
+
+    def __init__(self, owner_group: OwnerGroup, sent: Packing, received: Packing, name: str) -> None:
+        self._owner_group, self._name = owner_group, name
+        self._packings = sent, received
+        self._bytes: list[torch.Tensor] = []  # to send and to receive, the same ones if no other rank takes part
+        self._pieces: list[list[Piece]] = []
+        self._ticket: Ticket | None = None
+
+    def launch(self, lane: Lane, tensors: Mapping[Role, Mapping[int, torch.Tensor | None]]) -> None:
+        """Pack and send pieces of tensors, by role and number; None counts as zeros."""
+        is_alone, device = self._owner_group.size == 1, self._owner_group.device
+        if not self._bytes:
+            sizes = [packing.numbytes for packing in self._packings[: 1 if is_alone else 2]]
+            made = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            self._bytes = [made[0], made[-1]]
+            self._pieces = [packing.pieces(packed) for packing, packed in zip(self._packings, self._bytes)]
+        sent, received = self._bytes
+        sent.untyped_storage().resize_(sent.numel())
+        pairs = []
+        for piece in self._pieces[0]:
+            found = tensors[piece.role][piece.number]
+            if found is None:
+                piece.place.zero_()
+            else:
+                pairs.append((piece.place, piece.within(found)))
+        _copy(pairs)
+        if is_alone:
+            self._ticket = DONE
+            return
+        received.untyped_storage().resize_(received.numel())
+        group, after, splits = self._owner_group.group, (lane.mark(),), [each.splits for each in self._packings]
+        self._ticket = lane.all_to_all(group, received, sent, splits[1], splits[0], after=after, name=self._name)
+
+    def receive(self, tensors: Mapping[Role, Mapping[int, torch.Tensor]]) -> None:
+        """Put what has come into tensors, by role and number, and free the bytes."""
+        assert self._ticket is not None
+        self._ticket.wait()
+        _copy([(piece.within(tensors[piece.role][piece.number]), piece.place) for piece in self._pieces[1]])
+        self._ticket = None
+        for packed in self._bytes:
+            packed.untyped_storage().resize_(0)
+
+    def drop(self) -> None:
+        """Forget what is on its way, after an exception. On a device its memory is used again after it; on CPU who is
+        still writing there keeps it.
+        """
+        if self._ticket is not None and self._ticket.is_on_device:
+            self._ticket.wait()
+        self._bytes, self._pieces, self._ticket = [], [], None
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy to the first of each pair from the second, with few kernels: one for all pairs with equal strides."""
+    alike = [(target, source) for target, source in pairs if target.stride() == source.stride()]
+    if alike:
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+    for target, source in pairs:
+        if target.stride() != source.stride():
+            target.copy_(source)

@@ -18,11 +18,11 @@ class SplitStep:
     """The calls of one step. Each starts with the same options and numbers."""
 
     def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
-        self.groups, self.stepped = optimizer.param_groups, set[int]()
+        self.groups = optimizer.param_groups
+        self.after: dict[int, dict[str, Any]] = {}  # the options of groups that have been stepped, by number
         self.result: Any = None
         self._optimizer, self._base = optimizer, base
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self._after: dict[int, dict[str, Any]] = {}
         self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
 
     @contextmanager
@@ -45,8 +45,7 @@ class SplitStep:
             for key, value in copies[number].items():
                 if group.get(key) is value and value._version == 0:  # has not been written to
                     group[key] = self._options[number][key]
-            self.stepped.add(number)
-            before = self._after.setdefault(number, group)
+            before = self.after.setdefault(number, group)
             both = before.keys() & group.keys()
             odd = next((k for k in {**before, **group} if k not in both or not are_equal(before[k], group[k])), None)
             if odd is not None:
@@ -58,7 +57,7 @@ class SplitStep:
 
     def close(self) -> None:
         """Set the options of the groups to those after the calls."""
-        for number, options in self._after.items():
+        for number, options in self.after.items():
             for key, value in options.items():
                 known = self.groups[number].get(key)
                 if torch.is_tensor(known) and torch.is_tensor(value) and known is not value:

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,11 +20,11 @@ from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
-from flatshard.optim.all_to_all import cut_axes
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
 from flatshard.optim.local_step import LOCAL, LocalStep, refuse_replaced, wrap_scalars
+from flatshard.optim.owners import cut_axes
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -45,7 +44,13 @@ _REMEDIES = {
     "rest": "but of the parameters that `whole` leaves out a rank has only shards; give those to an elementwise "
     "optimizer such as AdamW",
 }
-_OVER_ALL = {"Prodigy", "DAdaptAdam", "DAdaptSGD"}
+_OVER_ALL = "sums over all parameters, and no rank has all of them; use another optimizer"
+_NEVER = {
+    "LBFGS": "evaluates the model several times in a step and needs dot products over all parameters; use an "
+    "elementwise optimizer such as AdamW",
+    "SparseAdam": "needs sparse gradients, and those of sharded parameters are dense; use Adam",
+    **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), _OVER_ALL),
+}
 _CHECKED = "_flatshard_checked"
 _SCALARS = "_flatshard_scalars"
 
@@ -103,11 +108,8 @@ def fully_shard_optimizer(
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
     for name, asked in (("in_backward", in_backward), ("offload_state", offload_state)):
-        if (
-            asked is not None
-            and _arguments.flag(name, asked)
-            and (whole is not False or _base(optimizer) not in (*ELEMENTWISE, AdamW8bit))
-        ):
+        is_supported = whole is False and original_class(optimizer) in (*ELEMENTWISE, AdamW8bit)
+        if asked is not None and _arguments.flag(name, asked) and not is_supported:
             raise ValueError(
                 f"{name}=True supports torch's elementwise optimizers and AdamW8bit on shards, not "
                 f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
@@ -167,11 +169,9 @@ def whole_optimizer(
     groups hold the model's parameters. The model may be unsharded; then every rank steps everything.
     """
     _arguments.module("whole_optimizer", model)
-    options = _whole_options(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes)
+    options = _whole_options(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes, unbind=True)
     assert options is not None
-    side = WholeStep(
-        replace(options, unbind=True), LocalStep(False, _arguments.flag("precision_aware", precision_aware), False)
-    )
+    side = WholeStep(options, LocalStep(False, _arguments.flag("precision_aware", precision_aware), False))
     side.model = weakref.ref(model)
     named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and options.wants(n, p)]
     if not named:
@@ -184,7 +184,9 @@ def whole_optimizer(
     return _install(optimizer, side)
 
 
-def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any) -> WholeOptions | None:
+def _whole_options(
+    whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes: Any, unbind: bool = False
+) -> WholeOptions | None:
     if not isinstance(whole, bool) and not callable(whole):
         raise TypeError(f"whole={whole!r}: must be a bool, or a function of a name and a parameter")
     if whole is False:
@@ -197,7 +199,7 @@ def _whole_options(whole: Any, split: Any, cost: Any, owners: Any, bucket_bytes:
         raise TypeError(f"cost={cost!r}: must be a function of the shape of a matrix")
     if owners not in ("shards", "all"):
         raise ValueError(f"owners={owners!r}: must be 'shards' or 'all'")
-    return WholeOptions(whole, split, cost, owners, _arguments.whole_number("bucket_bytes", bucket_bytes, 1))
+    return WholeOptions(whole, split, cost, owners, _arguments.whole_number("bucket_bytes", bucket_bytes, 1), unbind)
 
 
 def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
@@ -210,11 +212,10 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
         )
     state = optimizer.__dict__["state"]
     if isinstance(side, WholeStep):
-        side.plan(optimizer)
-        _refuse(optimizer, "rest" if side.leaves_any else "none")
+        _plan(optimizer, side)
     optimizer.__dict__[LOCAL] = side
-    kind = "whole" if isinstance(side, WholeStep) else "offloaded" if side.offloads else "local"
-    optimizer.__class__ = _local_class(type(optimizer), kind)  # type: ignore[assignment]
+    kind = FSDPWhole if isinstance(side, WholeStep) else FSDPOffloaded if side.offloads else FSDPOptimizer
+    optimizer.__class__ = _class_of(type(optimizer), kind)  # type: ignore[assignment, arg-type]
     if state:
         optimizer.state = state
     if scheduled:
@@ -222,61 +223,119 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     return optimizer
 
 
+def _plan(optimizer: Optimizer, side: WholeStep) -> None:
+    side.plan(optimizer)
+    is_all_whole = all(p in side.parts for group in optimizer.param_groups for p in group["params"])
+    _refuse(optimizer, "none" if is_all_whole else "rest")
+
+
 def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
     """Raise for what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__ if cls not in _CLASSES.values()]
-    name = names[0]
-    if "LBFGS" in names:
-        raise ValueError(
-            f"{name} evaluates the model several times in a step and needs dot products over all parameters; "
-            "use an elementwise optimizer such as AdamW"
-        )
-    if "SparseAdam" in names:
-        raise ValueError(f"{name} needs sparse gradients, and those of sharded parameters are dense; use Adam")
-    if on_shards != "none":
+    names = [cls.__name__ for cls in original_class(optimizer).__mro__]
+    reason = next((_NEVER[name] for name in names if name in _NEVER), None)
+    if reason is None and on_shards != "none":
         _refuse_foreign_blocks(optimizer)
-    for found in names:
-        if found in _OVER_ALL:
-            raise ValueError(f"{name} sums over all parameters, and no rank has all of them; use another optimizer")
-        if found in _WHOLE and on_shards != "none":
-            raise ValueError(f"{name} {_WHOLE[found]}, {_REMEDIES[on_shards]}")
+        reason = next((f"{_WHOLE[name]}, {_REMEDIES[on_shards]}" for name in names if name in _WHOLE), None)
+    if reason is not None:
+        raise ValueError(f"{names[0]} {reason}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"{name}(differentiable=True) is not supported for sharded parameters; leave it out")
+        raise ValueError(f"{names[0]}(differentiable=True) is not supported for sharded parameters; leave it out")
 
 
-# Class
+# Classes
 
 
-_CLASSES: dict[tuple[type[Optimizer], str], type[Optimizer]] = {}
+class FSDPOptimizer(Optimizer):
+    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_local` shows."""
+
+    original: type[Optimizer]  # the class before that
+
+    @property
+    def state(self) -> Any:
+        return _local(self).public_state(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        side = self.__dict__.get(LOCAL)
+        if isinstance(side, WholeStep):
+            with side.taking_state(self, state) as state:
+                pass
+        self.__dict__["state"] = state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
+        if not set_to_none:
+            join_reduces()
+            _local(self).free_gradients()  # of parameters that a backward has stepped
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
+                torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
+                return
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            _local(self).free_gradients()
 
 
-def _local_class(cls: type[Optimizer], kind: str) -> type[Optimizer]:
-    """A subclass of ``cls`` whose step and state are those of `LocalStep`, or of `WholeStep`."""
-    if (cls, kind) not in _CLASSES:
-        base = _plain_step(cls)
+class FSDPOffloaded(FSDPOptimizer):
+    """With ``offload_state``."""
 
-        @functools.wraps(base)
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            loss = evaluated(closure)
-            result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
-            return result if closure is None else loss
-
-        members: dict[str, Any] = {"step": Optimizer.profile_hook_step(step), "zero_grad": _zero_grad}
-        members["step"].hooked = True
-        members["state"] = property(lambda self: _local(self).public_state(self), _set_state)
-        if kind == "whole":
-            members.update(state_dict=_state_dict, load_state_dict=_load_state_dict, __setstate__=_take_state)
-        elif kind == "offloaded":
-            members.update(load_state_dict=_load_to_host)
-        members.update(__doc__=cls.__doc__, __module__=cls.__module__)
-        _CLASSES[cls, kind] = type(f"FSDP{cls.__name__}", (cls,), members)
-    return _CLASSES[cls, kind]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, which would copy all state to the device."""
+        with _torch.loading_to_host():
+            super().load_state_dict(state_dict)
 
 
-def _base(optimizer: Optimizer) -> type[Optimizer]:
+class FSDPWhole(FSDPOptimizer):
+    """With ``whole``. All ranks call these methods."""
+
+    def state_dict(self) -> Any:
+        """As `Optimizer.state_dict`. Tensors of whole parameters are DTensors that their owners hold."""
+        side = _local(self)
+        if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in side.matrices):
+            raise NotImplementedError(
+                f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
+                "optimizer itself to flatshard.checkpoint.save"
+            )
+        with side.with_state(side.saved_state(self)):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own, which may read and change what it has loaded: it sees all of it."""
+        loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
+        with _local(self).with_state(loaded):
+            super().load_state_dict(state_dict)
+        self.state = loaded
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if LOCAL not in self.__dict__ or "state" not in state:
+            super().__setstate__(state)
+            return
+        side, given = _local(self), state["state"]
+        is_loading = side.stand_in is not None  # in `load_state_dict`
+        with side.split_entries(given) if is_loading else side.taking_state(self, given) as seen:
+            super().__setstate__({**state, "state": seen})
+
+
+@functools.cache
+def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer]:
+    """A subclass of ``cls`` whose step is that of a `LocalStep`, or of a `WholeStep`."""
+    base = _plain_step(cls)
+
+    @functools.wraps(base)
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        loss = evaluated(closure)
+        result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
+        return result if closure is None else loss
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    members = {"step": hooked, "original": cls, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    return type(f"FSDP{cls.__name__}", (kind, cls), members)
+
+
+def original_class(optimizer: Optimizer) -> type[Optimizer]:
     """The class of an optimizer before this file has changed it."""
-    cls = type(optimizer)
-    return cls.__mro__[1] if cls in _CLASSES.values() else cls
+    return optimizer.original if isinstance(optimizer, FSDPOptimizer) else type(optimizer)
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -285,70 +344,30 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
 
 
-def _local(optimizer: Optimizer) -> LocalStep | WholeStep:
+def _local(optimizer: Optimizer) -> Any:
+    """Its `LocalStep`, or `WholeStep`."""
     if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
-        if "load_state_dict" in type(optimizer).__dict__:
+        if isinstance(optimizer, (FSDPOffloaded, FSDPWhole)):
             raise RuntimeError(
                 "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
                 "call fully_shard_optimizer"
             )
-        optimizer.__dict__[LOCAL] = LocalStep(type(optimizer).__mro__[1] in ELEMENTWISE, False)
-    found = optimizer.__dict__[LOCAL]
-    assert isinstance(found, (LocalStep, WholeStep))
-    return found
-
-
-def _whole(optimizer: Optimizer) -> WholeStep:
-    found = _local(optimizer)
-    assert isinstance(found, WholeStep)
-    return found
-
-
-def _state_dict(self: Optimizer) -> Any:
-    """As `Optimizer.state_dict`; all ranks call it. Tensors of whole parameters are DTensors that their owners hold."""
-    if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in _whole(self).matrices):
-        raise NotImplementedError(
-            f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the optimizer "
-            "itself to flatshard.checkpoint.save"
-        )
-    side = _whole(self)
-    with side.with_state(side.saved_state(self)):
-        return type(self).__mro__[1].state_dict(self)  # type: ignore[attr-defined]
-
-
-def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """As the optimizer's own, which may read and change what it has loaded: it sees all of it. All ranks call it."""
-    loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
-    with _whole(self).with_state(loaded):
-        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
-    self.state = loaded
-
-
-def _load_to_host(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """As the optimizer's own, which would copy all state to the device."""
-    with _torch.loading_to_host():
-        type(self).__mro__[1].load_state_dict(self, state_dict)  # type: ignore[attr-defined]
-
-
-def _take_state(self: Optimizer, state: dict[str, Any]) -> None:
-    """As `Optimizer.__setstate__`. All ranks call it."""
-    base = type(self).__mro__[1].__setstate__  # type: ignore[attr-defined]
-    if LOCAL not in self.__dict__ or "state" not in state:
-        base(self, state)
-    elif _whole(self).stand_in is not None:  # in `load_state_dict`
-        with _whole(self).split_entries(state["state"]) as parts:
-            base(self, {**state, "state": parts})
-    else:
-        with _whole(self).taking_state(self, state["state"]) as rest:
-            base(self, {**state, "state": rest})
+        optimizer.__dict__[LOCAL] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
+    return optimizer.__dict__[LOCAL]
 
 
 def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
-    if isinstance(optimizer, CombinedOptimizer):
-        return {key: value for each in optimizer.optimizers for key, value in saved_state(each).items()}
-    side = optimizer.__dict__.get(LOCAL)
-    return side.saved_state(optimizer) if isinstance(side, WholeStep) else optimizer.state
+    found: dict[Any, Any] = {}
+    for each, side in _sides(optimizer):
+        found.update(side.saved_state(each) if isinstance(side, WholeStep) else each.state)
+    return found
+
+
+def _sides(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
+    """An optimizer, or those that it combines, each with what steps it."""
+    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+    return [(each, each.__dict__.get(LOCAL)) for each in parts]
 
 
 def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
@@ -356,17 +375,15 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
     ValueError for entries of a parameter that was split in another way.
     """
-    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    sides = [(each, each.__dict__[LOCAL]) for each in parts if isinstance(each.__dict__.get(LOCAL), WholeStep)]
-    for each, side in sides:
-        side.plan(each)
+    found: dict[torch.Tensor, WholeStep] = {}
+    for each, side in _sides(optimizer):
+        if isinstance(side, WholeStep):
+            side.plan(each)
+            found.update(dict.fromkeys(side.parts, side))
 
     def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
-        for _, side in sides:
-            if parameter in side.parts:
-                side.check(parameter, keys)
-                return {key: side.owns(parameter, key) for key in keys}
-        return None
+        side = found.get(parameter)
+        return None if side is None else side.owned(parameter, keys)
 
     return owned
 
@@ -374,33 +391,11 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
     """Where the state of each parameter is to be loaded to."""
     found: dict[torch.Tensor, torch.device] = {}
-    for each in optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
-        side, parameters = each.__dict__.get(LOCAL), [p for group in each.param_groups for p in group["params"]]
+    for each, side in _sides(optimizer):
         offloads = isinstance(side, LocalStep) and side.offloads
+        parameters = (p for group in each.param_groups for p in group["params"])
         found.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
     return found
-
-
-def _set_state(self: Optimizer, state: Any) -> None:
-    side = self.__dict__.get(LOCAL)
-    if isinstance(side, WholeStep):
-        with side.taking_state(self, state) as state:
-            pass
-    self.__dict__["state"] = state
-
-
-def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
-    if not set_to_none:
-        join_reduces()
-        _local(self).free_gradients()  # of parameters that a backward has stepped
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
-            torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
-            return
-    type(self).__mro__[1].zero_grad(self, set_to_none)  # type: ignore[attr-defined]
-    if set_to_none:
-        _local(self).free_gradients()
 
 
 def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
@@ -478,8 +473,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(side, WholeStep):  # parameters may have been added
-            side.plan(optimizer)
-            _refuse(optimizer, "rest" if side.leaves_any else "none")
+            _plan(optimizer, side)
         if side is None:
             ours = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
             _refuse_parts(optimizer, ours)

@@ -2,7 +2,7 @@
 
     gradient shards  --in-->  owner: gradient, weight, state  --step-->  new weight  --out-->  weight shards
 
-Matrices are sent in buckets (`flatshard.optim.all_to_all`). While the owners step one bucket, the next is sent in and
+Matrices are sent in buckets (`flatshard.optim.matrices`). While the owners step one bucket, the next is sent in and
 the previous one is sent out. In addition to its shards and the state of its matrices, a rank has the matrices of one
 bucket, and packed pieces of two: with B the larger of ``bucket_bytes`` and the largest matrix, weight and gradient
 together, at most 5.5 B in float32, and 3.5 B more for each further copy of the model among the ranks that share the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,14 +30,14 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.groups.registry import OWNER, generation, group_of
-from flatshard.optim.all_to_all import OwnerGroup, cut_axes
 from flatshard.optim.assignment import WholeOptions, assign, matrices_of
 from flatshard.optim.flat_params import State
 from flatshard.optim.local_step import LocalStep, refuse_replaced
 from flatshard.optim.matrices import Bucket, MatrixParam, in_buckets
-from flatshard.optim.owner_state import LABEL, entries_of, join_entries, state_of_owner, state_on_all_ranks
+from flatshard.optim.owners import OwnerGroup, cut_axes, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
 
+_LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
 CAPTURED = "an optimizer step with whole=True cannot be captured; call optimizer.step() outside of the captured step"
 
 
@@ -134,11 +135,6 @@ class WholeStep:
             if state is not None and each.is_mine:
                 self.state[each.tensor] = state
 
-    @property
-    def leaves_any(self) -> bool:
-        """Whether some of the optimizer's parameters are not whole."""
-        return not all(parameter in self.parts for parameter in self._listed)
-
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
         device = _torch.held_of(parameter).device
         if not isinstance(parameter, DTensor):
@@ -216,21 +212,16 @@ class WholeStep:
                     for key, value in sorted(optimizer.param_groups[number].items())
                     if isinstance(value, (int, float, str))
                 ]
-            self._agree(owner_group, lines, what, then)
+            lane, all_said = self._lane(owner_group.device), repr((lines, self.options.bucket_bytes))
+            said = owner_group.messages(lane, hashlib.sha256(all_said.encode()).digest())
+            odd = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+            if odd is not None:
+                told = [json.loads(each) for each in owner_group.messages(lane, json.dumps(lines).encode())]
+                pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
+                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
+                sharing = f"of the ranks that share matrices, number 0 has {one} and number {odd} has {other}"
+                raise RuntimeError(f"ranks have {what}: {sharing}; {then}")
         self._compared = len(self.batches) if after else self._compared
-
-    def _agree(self, owner_group: OwnerGroup, lines: list[str], what: str, then: str) -> None:
-        lane = self._lane(owner_group.device)
-        said = owner_group.messages(lane, hashlib.sha256(repr((lines, self.options.bucket_bytes)).encode()).digest())
-        if len(set(said)) > 1:
-            odd = next(rank for rank, each in enumerate(said) if each != said[0])
-            told = [json.loads(each) for each in owner_group.messages(lane, json.dumps(lines).encode())]
-            pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
-            one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
-            raise RuntimeError(
-                f"ranks have {what}: of the ranks that share matrices, number 0 has {one} and number {odd} has "
-                f"{other}; {then}"
-            )
 
     # Step
 
@@ -281,7 +272,7 @@ class WholeStep:
         missed: list[int] = []
         if not mine:
             numbers = dict.fromkeys(each.number for each in self.matrices if each.number is not None)
-            missed = [number for number in numbers if number not in split.stepped]
+            missed = [number for number in numbers if number not in split.after]
             if not missed:
                 return
         with self.with_state(self.state), split.with_params(params, missed) as step:
@@ -394,17 +385,18 @@ class WholeStep:
         """ValueError unless these are keys of the state of a whole parameter that is split as this one is."""
         labels = [each.matrix.label for each in self.parts[parameter]]
         for key in keys:
-            label = LABEL.search(str(key))
+            label = _LABEL.search(str(key))
             if (label is not None or labels != [""]) and (label is None or label.group() not in labels):
                 raise ValueError(
                     f"'{key}' is state of a parameter that was saved with another `split`; its parts in this "
                     f"optimizer: {', '.join(labels[:4]) or 'one'}{', ...' if len(labels) > 4 else ''}"
                 )
 
-    def owns(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether this rank has an entry of the state of a whole parameter."""
-        parts = self.parts[parameter]
-        return any(each.is_mine and (len(parts) == 1 or key.endswith(each.matrix.label)) for each in parts)
+    def owned(self, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool]:
+        """Of entries of the state of a whole parameter, whether this rank has them."""
+        self.check(parameter, keys)
+        labels = tuple(each.matrix.label for each in self.parts[parameter] if each.is_mine)
+        return {key: key.endswith(labels) for key in keys}
 
 
 def _by_owner_group(matrices: Iterable[MatrixParam]) -> Iterable[tuple[OwnerGroup, list[MatrixParam]]]:

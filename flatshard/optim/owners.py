@@ -1,31 +1,107 @@
-"""The public state of whole matrices: by parameter, with the same entries on all ranks, each tensor at its owner.
+"""The ranks that share whole matrices, and the public state of these matrices.
 
 One rank has each tensor of the state. In a state dict it is a DTensor of which that rank holds all rows and the others
 none, so that it is saved, gathered and distributed like any other. The owner sends the other ranks its dtype and shape.
+The state is by parameter, with the same entries on all ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import pickle
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
 from flatshard.buffer import Lane
+from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import Cut, RaggedDTensor
-from flatshard.layout import Holding, Layout, Segment, Slot
-from flatshard.optim.all_to_all import OwnerGroup
+from flatshard.layout import Holding, Layout, Segment, Slot, holding
+from flatshard.optim.assignment import Box, Holders
+from flatshard.optim.clip import gathered_rows
 from flatshard.optim.flat_params import State
 
-LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
+
+class OwnerGroup:
+    """The ranks that share matrices, each of which one of them owns: ranks along some axes of a mesh, or one rank.
+
+    ``mesh`` is None for matrices that are not sharded: every rank has them, and owns them.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
+        self.mesh, self.axes, self.device = mesh, axes, device
+        own = () if mesh is None else tuple(mesh.get_coordinate() or ())
+        self.places, self.rank = [own], 0
+        if mesh is not None and axes:
+            reach = [range(mesh.size(axis)) if axis in axes else (at,) for axis, at in enumerate(own)]
+            self.places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
+            self.rank = self.places.index(own)
+
+    @property
+    def size(self) -> int:
+        return len(self.places)
+
+    @functools.cached_property
+    def group(self) -> ProcessGroup:
+        """Its process group. The first call may be collective among its ranks."""
+        assert self.mesh is not None
+        group = joint_group(self.mesh, self.axes, user=self)
+        assert sorted(dist.get_process_group_ranks(group)) == [int(self.mesh.mesh[place]) for place in self.places]
+        return group
+
+    def holders(self, parameter: torch.Tensor) -> Holders:
+        """What each of its ranks holds of a parameter."""
+        if not isinstance(parameter, DTensor):
+            return Holders((Box((0,) * parameter.dim(), tuple(parameter.shape)),), (0,))
+        cut = cut_axes(parameter)
+        loose = [axis for axis in self.axes if axis not in cut]
+        copies = [tuple(place[axis] for axis in loose) for place in self.places]
+        numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
+        boxes = tuple(_box_at(parameter, place) for place in self.places)
+        return Holders(boxes, tuple(numbers[copy] for copy in copies))
+
+    def messages(self, lane: Lane, message: bytes) -> list[bytes]:
+        """The messages of all its ranks. All of them call it."""
+        if self.size == 1:
+            return [message]
+        length = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        lengths = gathered_rows(lane, self.group, length, "lengths").flatten()
+        longest = max(int(lengths.max()), 1)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
+        found = gathered_rows(lane, self.group, padded, "messages").cpu().numpy()
+        return [row.tobytes()[:count] for row, count in zip(found, lengths.tolist())]
+
+
+def cut_axes(parameter: DTensor) -> tuple[int, ...]:
+    """The axes of its mesh that shard a tensor."""
+    mesh = parameter.device_mesh
+    return tuple(
+        axis for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(axis) > 1
+    )
+
+
+def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, RaggedDTensor):
+        mesh = tuple(parameter.device_mesh.shape)
+        return Box(*_torch.box_at(shape, mesh, place, tuple(parameter.placements)))
+    cut = parameter._cut
+    first, count = cut.rows(holding(cut.layout.num_shards, cut.mesh.shape, place, cut.sharded))
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[cut.dim], sizes[cut.dim] = first, count
+    return Box(tuple(offsets), tuple(sizes))
+
+
+# State
 
 
 class OwnedCut(Cut):
@@ -101,10 +177,10 @@ def state_on_all_ranks(
             local = value
         return owner_dtensor(owner_group, owner, torch.Size(value.shape), local)
 
-    return {
-        number: _torch.map_leaves((torch.Tensor, _Leaf), partial(show, owners[number]), mine.get(number, state))
-        for number, state in everything.items()
-    }
+    for number, state in everything.items():
+        known = mine.get(number, state)
+        everything[number] = _torch.map_leaves((torch.Tensor, _Leaf), functools.partial(show, owners[number]), known)
+    return everything
 
 
 def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
