@@ -9,31 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
 
 from flatshard.engine.program import Pass
 from flatshard.engine.units.unit import RootProtocol, Unit, unit_with
 
-
-class RootWithOptional(RootProtocol, Protocol):
-    """Further members of a root that optional units use."""
-
-    task: int  # of autograd, of which the running backward is
-
-    def unit_at(self, index: int) -> Unit | None: ...
-
-    def gather_early(self, unit: Unit) -> None: ...
-
-    def is_amid(self, task: int) -> bool: ...
-
-
-_roots: weakref.WeakSet[RootWithOptional] = weakref.WeakSet()  # that have optional units
+_roots: weakref.WeakSet[RootProtocol] = weakref.WeakSet()  # that have optional units
 
 
 class OptionalUnits:
     """The optional units of a root in the running pass. The root owns this object and passes itself to it."""
 
-    def __init__(self, root: RootWithOptional, own_groups: bool) -> None:
+    def __init__(self, root: RootProtocol, own_groups: bool) -> None:
         """``own_groups``: reduces have separate process groups."""
         self._passed_over: set[int] = set()  # units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
@@ -63,14 +49,14 @@ class OptionalUnits:
             )
         self._forward = forward
 
-    def come_to(self, root: RootWithOptional, unit: Unit) -> None:
+    def come_to(self, root: RootProtocol, unit: Unit) -> None:
         """The running pass is about to use a unit."""
         self._check_place(root, unit)
         if self._lingering is not None and self._lingering[0] != unit.index:
             self.end_lingering(root)
         self.pass_over(root, root.program.before(unit.index))
 
-    def _check_place(self, root: RootWithOptional, unit: Unit) -> None:
+    def _check_place(self, root: RootProtocol, unit: Unit) -> None:
         if not unit.is_optional or unit.is_gathered or unit.index in root.program.upcoming:
             return
         if unit.index in self._passed_over or not root.program.is_first:
@@ -80,7 +66,7 @@ class OptionalUnits:
                 "unit in one place only"
             )
 
-    def pass_over(self, root: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
+    def pass_over(self, root: RootProtocol, indices: Sequence[int], over: bool = False) -> None:
         """The pass skips these units, unless it has used them. ``over``: the pass, or the unit around them, has ended.
 
         All-gathers and reduces of skipped units are launched in the order of a rank that uses them. So a rank that
@@ -104,7 +90,7 @@ class OptionalUnits:
         while within:
             within.pop().passed_over()
 
-    def pass_over_inside(self, root: RootWithOptional, unit: Unit) -> None:
+    def pass_over_inside(self, root: RootProtocol, unit: Unit) -> None:
         """The backward has left a unit, and so the units nested in it."""
         program = root.program
         inside = [index for index in program.upcoming if program.is_inside(index, unit.index)]
@@ -114,7 +100,7 @@ class OptionalUnits:
         """Its forward has ended, but may be called again before another unit's: other ranks gather it only once."""
         self._lingering = unit.index, grads
 
-    def end_lingering(self, root: RootWithOptional) -> None:
+    def end_lingering(self, root: RootProtocol) -> None:
         """Another unit is used, or the forward is over."""
         lingering, self._lingering = self._lingering, None
         unit = None if lingering is None else root.unit_at(lingering[0])
@@ -122,7 +108,7 @@ class OptionalUnits:
             unit.leave(keep=False, grads=lingering[1])
 
 
-def refuse_forward_within(root: RootWithOptional) -> None:
+def refuse_forward_within(root: RootProtocol) -> None:
     """Raise if a forward starts within the forward of another model that has optional units."""
     for other in _roots:
         if other is not root and other.entry is not None:
@@ -132,7 +118,7 @@ def refuse_forward_within(root: RootWithOptional) -> None:
             )
 
 
-def refuse_backward_of_two(root: RootWithOptional) -> None:
+def refuse_backward_of_two(root: RootProtocol) -> None:
     """Raise if a backward that starts also goes through another model with optional units that it may skip."""
     for other in _roots:
         if other is not root and other.is_amid(root.task):
@@ -143,7 +129,7 @@ def refuse_backward_of_two(root: RootWithOptional) -> None:
             )
 
 
-def _check(root: RootWithOptional, own_groups: bool) -> None:
+def _check(root: RootProtocol, own_groups: bool) -> None:
     """Raise ValueError if a model cannot have optional units."""
     for unit in root.units:
         for group, param, _ in unit.borrowed:
