@@ -25,10 +25,9 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
-from flatshard.engine.gradients.direct import Direct, fill
 from flatshard.engine.gradients.main_grads import MainGrads, has_gaps
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, stages_to, sum_dtype
-from flatshard.engine.gradients.staging import add_to, fill_runs, sole_owners
+from flatshard.engine.gradients.staging import Direct, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.gradients.uses import Uses
 from flatshard.engine.parameters.hooks import call_finished, change_gradients
 from flatshard.engine.parameters.sharded_param import ShardedParam
@@ -215,15 +214,16 @@ class Gradients:
     def drop(self) -> None:
         """Drop gradients that have arrived and are not reduced."""
         self.take()
-        if self.direct is not None:
-            self.direct.drop()
+        self._drop_written()
 
     def drop_partial(self) -> None:
         """Also drop gradients that earlier backwards left unreduced."""
         self._unreduced = self._resting = None
         self._used.clear()
-        if self.direct is not None:
-            self.direct.drop()
+        self._drop_written()
+
+    def _drop_written(self) -> None:
+        self.direct = None if self.direct is None else Direct()
 
     def goal(self, asked: Goal) -> Goal:
         """How far the gradients of this group are reduced for this request."""
@@ -266,7 +266,7 @@ class Gradients:
             fill(direct.staging, left, turned, direct.written)
             self._unreduced = direct.staging
             left = [gradient if index in turned else None for index, gradient in enumerate(left)]
-        direct.drop()
+        self._drop_written()
         return left
 
     def _unwritten(self) -> DBuffer:

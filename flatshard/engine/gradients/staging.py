@@ -1,8 +1,11 @@
-"""Full-size inputs of a reduce: which gradients can be sent from where they are, and staging for the others."""
+"""Full-size inputs of a reduce: which gradients can be sent from where they are, and staging for the others.
+
+Kernels may write into staging themselves (`Direct`; see direct.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
@@ -61,3 +64,49 @@ def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None
             continue
         for place, part in turns(layout, index, unreduced.run_of(index), gradient):
             place.add_(part)
+
+
+class Direct:
+    """The gradients of a group that kernels have written in the running backward."""
+
+    def __init__(self) -> None:
+        self.staging: DBuffer | None = None
+        self.written: set[int] = set()
+        self.alone: set[int] = set()  # of those, the ones for which autograd's gradient is to be ignored
+        self._cleared: set[int] = set()
+
+    def wrote(self, index: int, alone: bool = False) -> None:
+        """A kernel has written a gradient. ``alone``: ignore the gradient that autograd computes for it."""
+        self.written.add(index)
+        if alone:
+            self.alone.add(index)
+
+    def view(self, index: int, clear: bool, make: Callable[[], DBuffer]) -> torch.Tensor:
+        """The place of a gradient. Its values are undefined, or zero with ``clear``, until it has been written."""
+        if self.staging is None:
+            self.staging = make()
+        view = self.staging.local_view(index)
+        if clear and index not in self._cleared | self.written:
+            view.zero_()
+            self._cleared.add(index)
+        return view
+
+
+def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set[int], written: Set[int]) -> None:
+    """Copy gradients of autograd to a buffer that kernels have partly written. ``turned`` tensors are left out."""
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for index, gradient in enumerate(gradients):
+        if index in turned:
+            continue
+        view = staging.local_view(index)
+        if index in written:
+            if gradient is not None:
+                view.add_(gradient)
+        elif gradient is None:
+            view.zero_()
+        else:
+            places.append(view)
+            sources.append(gradient)
+    if places:
+        torch._foreach_copy_(places, sources)

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
-from flatshard.engine.gradients.direct import Direct, destine
+from flatshard.engine.gradients.direct import destine
 from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
+from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.parameters.snapshot import Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, CombinedCodec, DecodingCodec, Extension, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast, Extension, Extensions, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
 from flatshard.engine.weights.leafwise import Composed
 from flatshard.engine.weights.offload import Home
@@ -101,9 +102,9 @@ class ParamGroup:
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         if self.by_rows:
             self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
-        self.codec: Cast | Blocks | DecodingCodec
+        self.codec: Cast | Blocks | Extensions
         if self.is_extended:
-            self.codec = CombinedCodec(
+            self.codec = Extensions(
                 [
                     (Extension if param.made_of is None else Composed)(
                         param, main.layout, main.mesh, policy, self.home.device, dtype, index

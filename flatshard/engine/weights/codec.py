@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,27 +55,6 @@ class Blocks:
         self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
 
 
-class DecodingCodec(Protocol):
-    """A codec whose full weights are not views of what was gathered."""
-
-    dtype: torch.dtype  # of full weights
-
-    def encode(self) -> list[torch.Tensor]:
-        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
-
-    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Decode what all ranks sent into `full`, which are the same tensors in every call.
-
-        ``gathered``: each of the tensors of `encode`, flat, concatenated over the ranks.
-        """
-
-    def full(self, index: int) -> torch.Tensor:
-        """The values of one param."""
-
-    def release(self) -> None:
-        """Free the memory of full values; `decode` is called before they are used again."""
-
-
 class Extension:
     """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol:
 
@@ -105,8 +84,8 @@ class Extension:
         self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
         self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
         self._remembered: Any = None
-        self._made: torch.Tensor | None = None
-        self._owned: list[torch.Tensor] = []  # memory of the full parameter
+        self.made: torch.Tensor | None = None  # the full parameter
+        self._owned: list[torch.Tensor] = []  # its memory
 
     @property
     def _local(self) -> torch.Tensor:
@@ -150,10 +129,10 @@ class Extension:
         parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
         after, full = self._methods(self._local)[1], self._member.full
         remembered, self._remembered = self._remembered, None
-        if self._made is None or full is None:
+        if self.made is None or full is None:
             made, owned = after(tuple(parts), remembered, self.dtype)
             stride = torch.empty(self._shape, device="meta").stride()
-            self._made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
+            self.made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
             return
         for tensor in self._owned:
             storage = tensor.untyped_storage()
@@ -161,10 +140,6 @@ class Extension:
                 storage.resize_(tensor.numel() * tensor.element_size())
         with _torch.keeping_versions([full, *self._owned]):
             after(tuple(parts), remembered, self.dtype, out=full)
-
-    def full(self, index: int) -> torch.Tensor:
-        assert self._made is not None
-        return self._made
 
     def release(self) -> None:
         for tensor in self._owned:
@@ -189,28 +164,33 @@ class Extension:
         return self._mesh[names[-1]]
 
 
-class CombinedCodec:
-    """Parameters of tensor subclasses that are gathered in one launch."""
+class Extensions:
+    """Parameters of tensor subclasses that are gathered in one launch; full weights are not views of the result."""
 
     def __init__(self, each: Sequence[Extension]) -> None:
         self.dtype, self._each = each[0].dtype, list(each)
         self._counts: list[int] = []  # of tensors that each has sent
 
     def encode(self) -> list[torch.Tensor]:
+        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
         given = [one.encode() for one in self._each]
         self._counts = [len(tensors) for tensors in given]
         return [tensor for tensors in given for tensor in tensors]
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Decode what all ranks sent, each tensor of `encode` flat, into `full`: the same tensors in every call."""
         end = 0
         for one, count in zip(self._each, self._counts):
             one.decode(gathered[end : end + count])
             end += count
 
     def full(self, index: int) -> torch.Tensor:
-        return self._each[index].full(0)
+        made = self._each[index].made
+        assert made is not None
+        return made
 
     def release(self) -> None:
+        """Free the memory of full values; `decode` is called before they are used again."""
         for one in self._each:
             one.release()
 

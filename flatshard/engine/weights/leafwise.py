@@ -33,12 +33,12 @@ class Composed(Extension):
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
         parts = [flat.view(-1, *size[1:])[: self._shape[0]] for flat, size in zip(gathered, self._sizes)]
-        if self._made is None:
+        if self.made is None:
             self._owned = [part.clone() for part in parts]
             left, local = iter(self._owned), self._local
             leaves = zip(self._structure.leaves(local), self._cut)
             whole = (next(left) if cut else leaf.to(self._device, copy=True) for leaf, cut in leaves)
-            self._made = self._structure.made_of(whole)
+            self.made = self._structure.made_of(whole)
             return
         for owned, part in zip(self._owned, parts):
             owned.untyped_storage().resize_(owned.numel() * owned.element_size())

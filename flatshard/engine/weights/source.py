@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
-from flatshard.engine.weights.codec import Blocks, Cast, DecodingCodec
+from flatshard.engine.weights.codec import Blocks, Cast, Extensions
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -431,7 +431,7 @@ class FromBytes(Gathered):
 class Decoded(Source):
     """A codec decodes the gathered tensors, into memory of its own."""
 
-    def __init__(self, codec: DecodingCodec, mesh: DeviceMesh) -> None:
+    def __init__(self, codec: Extensions, mesh: DeviceMesh) -> None:
         self._codec, self._mesh = codec, mesh
         self._pool: Pool | None = None
         self.wire: list[torch.Tensor] = []  # what is gathered, flat
@@ -472,7 +472,7 @@ class Decoded(Source):
 
 
 def source_for(
-    main: DBuffer, placements: Placements, codec: Cast | Blocks | DecodingCodec, home: Home, is_held: bool = False
+    main: DBuffer, placements: Placements, codec: Cast | Blocks | Extensions, home: Home, is_held: bool = False
 ) -> Source:
     """Choose the source for these placements, this codec and this home.
 
