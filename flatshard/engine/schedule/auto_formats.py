@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 
 from flatshard import _recording
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.unit import RootProtocol, Unit
 
 _WARMUP = 2  # steps before the one that is measured: the first has no prefetch

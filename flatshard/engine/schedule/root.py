@@ -23,7 +23,7 @@ from flatshard.engine.schedule.auto_formats import AutoFormats
 from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.unit import Phase, Unit, unit_of, unit_with
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
@@ -46,7 +46,7 @@ class Root:
         if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
             # All-gathers along the inner axis must not queue behind the refresh along the outer one after a step.
             self.gather_pool.refresh_lane = Lane("refresh", device)
-        self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
+        self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
@@ -353,7 +353,7 @@ class Root:
         self.program.gathered.append(unit.index)
         if not self.program.has_launched:
             self.program.has_launched = any(group.launches for group in unit.needs)
-        lasting = unit.place.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
+        lasting = unit.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
         if len(unit.needs) == 1:
             unit.needs[0].gather(self.gather_pool, unit.name, lasting)
             return
@@ -475,7 +475,7 @@ class Root:
         if backward and self.policy.keep_for_next and self.optional is None:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
-                kept = other.place.keeps_for_next and not other.is_last
+                kept = other.keeps_for_next and not other.is_last
                 if kept and not other.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
 

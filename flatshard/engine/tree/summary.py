@@ -154,7 +154,7 @@ def _kept(unit: Unit, group: ParamGroup, keeps: bool) -> str:
         return "always"
     if unit.rows is not None:
         return "by rows"
-    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.place.keeps_for_next
+    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.keeps_for_next
     return ", ".join(moments) or "no"
 
 

@@ -18,7 +18,7 @@ from flatshard import _torch
 from flatshard.engine.groups import changes
 from flatshard.engine.groups.changes import Change
 from flatshard.engine.groups.names import Names
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.tying import tie
 from flatshard.engine.units.unit import Phase, Unit
 

@@ -22,8 +22,7 @@ from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.rows.lookup import Rows
-from flatshard.engine.units.intent import Intent, Place
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.intent import Intent, Lease
 from flatshard.engine.units.stray_use import explain
 from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output
 from flatshard.engine.watch.transforms import watch_transformed
@@ -139,28 +138,29 @@ class Unit:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_forward_hook(self._after_exception, always_call=True)
-        self.take_place(Place(type(modules[0]).__name__))
+        # Its place under its root, set anew with every root.
+        self.name, self.index = type(modules[0]).__name__, 0  # the latter in the order of registration
+        self.numbers = range(0)  # of its groups in the program
+        self.parent: int | None = None  # the index of the unit around it
+        self.nests = False  # it contains other units
+        self.is_optional = False  # it, or a unit around it, is optional; never the root
+        self.stays_for_backward = False  # only if `reshard_after_forward` is "auto"
+        self.keeps_for_next = False  # gathered between the micro-batches of a step
+        self.derive()
 
     def ask(self, **changes: Any) -> None:
         """Replace these fields of the unit's `Intent`."""
         self.intent = replace(self.intent, **changes)
-        self._derive()
+        self.derive()
 
-    def take_place(self, place: Place) -> None:
-        """Set the place of this unit under a root."""
-        self.place = place
-        self.name, self.index, self.numbers = place.name, place.index, place.numbers
-        self.nests, self.is_optional = place.nests, place.is_optional
-        self._derive()
-
-    def _derive(self) -> None:
+    def derive(self) -> None:
         """Derive the values that every pass reads from the settings and the place."""
-        intent, place = self.intent, self.place
+        intent = self.intent
         asked = intent.reshard_after_forward
-        self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
+        self.reshard_after_forward = not self.stays_for_backward if asked == "auto" else asked
         # Whether full weights may stay from one pass to another without a lease of another kind.
         stays = self.reshard_after_forward is False or not intent.reshard_after_backward
-        self.may_stay = stays or place.keeps_for_next
+        self.may_stay = stays or self.keeps_for_next
         self.unshard_in_forward = self.rows is None
         reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
@@ -177,7 +177,7 @@ class Unit:
     @is_last.setter
     def is_last(self, value: bool) -> None:
         self._is_last = value
-        self._derive()
+        self.derive()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -191,7 +191,7 @@ class Unit:
                 "embedding without rows=True"
             )
         self.borrowed.append((group, param, site))
-        self._derive()
+        self.derive()
         if group not in self.needs:
             group.borrowers.append(self._me)
             self.needs.append(group)
@@ -431,7 +431,7 @@ class Unit:
     def look_rows_up(self, rows: Rows) -> None:
         """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
         self.rows = rows
-        self._derive()
+        self.derive()
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
@@ -593,7 +593,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and (not self.place.keeps_for_next or self._is_last)
+            and (not self.keeps_for_next or self._is_last)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -652,7 +652,7 @@ class Unit:
         """Whether a forward that starts can use the gathered weights."""
         if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
             return False
-        if self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
+        if self.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
             return False
         if any(group.made_of != group.state for group in self.needs):
             return False
