@@ -1,4 +1,4 @@
-"""The gradients of an embedding by rows, which are accumulated and sent as rows."""
+"""The gradients of an embedding by rows, which are accumulated and sent as rows: `ParamGroup(kind=RowGradients)`."""
 
 from __future__ import annotations
 

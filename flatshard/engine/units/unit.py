@@ -24,8 +24,7 @@ from flatshard.engine.program import Pass, Program
 from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.intent import Intent, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output
-from flatshard.engine.watch.transforms import watch_transformed
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
