@@ -99,7 +99,7 @@ class Gradients:
         names = ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
         self.ask(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
-        self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
+        self.main_grads.take_settings(other.main_grads)
 
     def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
         """Reduce and keep gradients in the dtypes of another policy; ``compute`` is the dtype of full parameters."""
@@ -109,7 +109,7 @@ class Gradients:
         if self.grad_dtype != before:
             known = self.main_grads
             self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
-            self.main_grads.is_decoupled, self.main_grads.kept = known.is_decoupled, known.kept
+            self.main_grads.take_settings(known)
 
     def _set_stages(self, formats: Formats) -> None:
         self._stages = self._plan(formats)
@@ -307,7 +307,7 @@ class Gradients:
         self, gradients: Sequence[torch.Tensor | None], reduction: Reduction, is_last: bool = False
     ) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
-        own, had_grad, changed, finished = self.main_grads.couple_for_launch()
+        had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         used, factor, asked = sorted(self._used), self._factor, list[int]()
         # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
@@ -354,8 +354,6 @@ class Gradients:
             elif self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
-        if own is not None:
-            self.main_grads.uncouple(own)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
             reduction.then = functools.partial(call_finished, self.params, mine)

@@ -29,8 +29,8 @@ class MainGrads:
     They are created for each step. Once ``.grad`` of all parameters is None, `rest` drops them, and the next backward
     creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or replaced.
 
-    Decoupled gradients are set as ``decoupled_grad``, and as ``.grad`` only during a launch. Between `hide` and
-    `unhide` parameters have no gradients: they are ``kept`` in this object.
+    Decoupled gradients are set as ``decoupled_grad`` instead of ``.grad``. Between `hide` and `unhide` parameters have
+    no gradients: they are ``kept`` in this object.
     """
 
     def __init__(
@@ -98,28 +98,42 @@ class MainGrads:
     def unhide(self) -> None:
         """Set gradients on parameters again, including those of the meantime."""
         kept, self.kept = self.kept or [], None
-        for param, grad in zip(self.params, kept):
-            if grad is not None and self.is_decoupled:
-                setattr(param.sharded, DECOUPLED, grad)
-            elif grad is not None:
-                _replace(param, grad)
+        for index, grad in enumerate(kept):
+            if grad is not None:
+                self._set(index, grad)
 
     def _grad(self, index: int) -> torch.Tensor | None:
-        return self.params[index].sharded.grad if self.kept is None else self.kept[index]
-
-    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[int], list[int], list[int]]:
-        """What `uncouple` restores after a launch, and the result of `_torch.grads_and_hooks`."""
-        own = self.couple() if self.is_decoupled and self.kept is None else None
-        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.kept is not None:
-            had_grad = [index for index, grad in enumerate(self.kept) if grad is not None]
-        return own, had_grad, changed, finished
+            return self.kept[index]
+        sharded = self.params[index].sharded
+        found: torch.Tensor | None = getattr(sharded, DECOUPLED) if self.is_decoupled else sharded.grad
+        return found
+
+    def _set(self, index: int, grad: torch.Tensor | None) -> None:
+        """Set a gradient, or None, even if its dtype differs from that of the previous one."""
+        sharded = self.params[index].sharded
+        if self.kept is not None:
+            self.kept[index] = grad
+        elif self.is_decoupled:
+            setattr(sharded, DECOUPLED, grad)
+        else:
+            sharded.grad = None
+            if grad is not None:
+                _torch.allow_grad_of(sharded, grad.dtype)
+                sharded.grad = grad
+
+    def grads_and_hooks(self) -> tuple[list[int], list[int], list[int]]:
+        """As `_torch.grads_and_hooks`, wherever the gradients are."""
+        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
+        if self.is_decoupled or self.kept is not None:
+            had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
+        return had_grad, changed, finished
 
     def show(self, indices: Sequence[int]) -> None:
         """Set the gradients of parameters that have none."""
-        if self.kept is not None:
+        if self.is_decoupled or self.kept is not None:
             for index in indices:
-                self.kept[index] = self.shown[index]
+                self._set(index, self.shown[index])
             return
         other_dtype = self.dtype != self.main.local.dtype
         with _torch.PlainAttributes():
@@ -131,12 +145,9 @@ class MainGrads:
     def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
         """This rank has learned which of the open params some rank has used."""
         self.open -= Counter(asked)
-        own = self.couple() if self.is_decoupled and self.kept is None else None
         with _torch.PlainAttributes():
             wanted = [index for index in used if self._grad(index) is None]
         self.show(wanted)
-        if own is not None:
-            self.uncouple(own)
 
     def decouple(self, enable: bool) -> None:
         """Show gradients as ``decoupled_grad``, or as ``grad``, from now on."""
@@ -144,32 +155,18 @@ class MainGrads:
         for param in self.params:
             setattr(param.sharded, DECOUPLED, None)
 
-    def couple(self) -> list[torch.Tensor | None]:
-        """Set decoupled gradients as ``.grad``; returns the previous ones."""
-        own = [_torch.grad_of(param.sharded) for param in self.params]
-        for param in self.params:
-            _replace(param, getattr(param.sharded, DECOUPLED))
-        return own
-
-    def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
-        """Set them as ``decoupled_grad`` again, and restore the previous ``.grad``."""
-        for param, mine in zip(self.params, own):
-            setattr(param.sharded, DECOUPLED, _torch.grad_of(param.sharded))
-            _replace(param, mine)
+    def take_settings(self, other: MainGrads) -> None:
+        """Show gradients where the object that this one replaces has shown them."""
+        self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
     def clear_decoupled(self, set_to_none: bool) -> None:
         """Drop decoupled and hidden gradients, or set them to zero."""
-        for index, kept in enumerate(self.kept or ()):
-            if self.kept is not None and set_to_none:
-                self.kept[index] = None
-            elif kept is not None:
-                kept.zero_()
-        for sharded in (param.sharded for param in self.params if self.is_decoupled):
-            grad = getattr(sharded, DECOUPLED)
-            if set_to_none:
-                setattr(sharded, DECOUPLED, None)
-            elif grad is not None:
+        for index in range(len(self.params)) if self.is_decoupled or self.kept is not None else ():
+            grad = self._grad(index)
+            if grad is not None and not set_to_none:
                 grad.zero_()
+            elif grad is not None:
+                self._set(index, None)
 
     def _make(self) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
@@ -206,7 +203,7 @@ class MainGrads:
             _torch.keep_values(known)
         with lane.following():  # an earlier reduce of the group may still write there
             for index in others:
-                param, view = self.params[index], buffer.local_view(index)
+                view = buffer.local_view(index)
                 with _torch.PlainAttributes():
                     grad = self._grad(index)
                 if grad is None:
@@ -214,21 +211,10 @@ class MainGrads:
                 else:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])
-                    if self.kept is None:
-                        _replace(param, self.shown[index])
-                    else:
-                        self.kept[index] = self.shown[index]
+                    self._set(index, self.shown[index])
         return replaced
 
 
 def has_gaps(buffer: DBuffer) -> bool:
     """Whether a buffer for reduced gradients must be zeroed, because reduces do not write between its runs."""
     return buffer.local.numel() != buffer.layout.run_numel * buffer.held.count
-
-
-def _replace(param: ShardedParam, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a parameter, or None, even if its dtype differs from that of the previous one."""
-    param.sharded.grad = None
-    if grad is not None:
-        _torch.allow_grad_of(param.sharded, grad.dtype)
-        param.sharded.grad = grad
