@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
-from flatshard.engine.groups.changes import check_given, fill, given
-from flatshard.engine.groups.names import Names
+from flatshard.engine.groups.changes import Names, check_given, fill, given
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.tree.build import owned_modules, units_below
 from flatshard.engine.units.unit import Unit, unit_of

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.engine.groups import changes
-from flatshard.engine.groups.changes import Change
-from flatshard.engine.groups.names import Names
+from flatshard.engine.groups.changes import Change, Names
 from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.tying import tie
 from flatshard.engine.units.unit import Phase, Unit
