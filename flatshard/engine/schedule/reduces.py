@@ -42,7 +42,7 @@ class Reduces:
         self._policy, self._program, self._announcer = policy, program, announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
-        self._has_optional = any(unit.is_optional for unit in units)
+        self._has_optional = root.has_optional
         self._has_stopped = False  # a backward has stopped short of final gradients
         # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
         self._gathered = frozenset(

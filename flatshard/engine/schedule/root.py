@@ -20,7 +20,6 @@ from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.schedule.auto_formats import AutoFormats
-from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
 from flatshard.engine.units.intent import Lease
@@ -31,6 +30,8 @@ from flatshard.trust.record import PHASES, record
 
 class Root:
     """Owned by its units, and refers to them weakly or by number, so it does not keep a model alive."""
+
+    has_optional = False  # some of its units are: `OptionalRoot`
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -55,8 +56,7 @@ class Root:
         self.program.checks = checking is not None
         # In check mode ranks compare over a separate lane, whose groups have a short timeout.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
-        has_optional = any(unit.is_optional for unit in units)
-        self.announcer = Announcer(self.program, talk, has_optional, self._units[0])
+        self.announcer = Announcer(self.program, talk)
         self._has_agreed = False  # the ranks have compared their current models
         pool = Pool(Lane("reduce", device))
         self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
@@ -69,8 +69,6 @@ class Root:
         self.task = -1  # the autograd graph task of the running backward
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self._auto = AutoFormats() if any(unit.policy.gather_format == "auto" for unit in units) else None
-        self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
-        self.has_optional = has_optional
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -117,7 +115,7 @@ class Root:
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
             self._auto = None
         self.agree()
-        refuse_forward_within(self)
+        _refuse_forward_within(self)
         self.entry = entry.index
         self.forwards += 1
         if _ran is not None:
@@ -134,8 +132,6 @@ class Root:
                     group.renew()
                     if group.home.host:
                         group.source.prepare()
-        if self.optional is not None:
-            self.optional.begin_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
@@ -167,9 +163,6 @@ class Root:
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
-        if self.optional is not None:
-            self.optional.end_lingering(self)
-            self.optional.pass_over(self, self.program.upcoming)
         self.entry = None
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
@@ -184,11 +177,9 @@ class Root:
         self.give_up_broken()  # and no forward has been since
         self.backwards += 1
         self.task = _torch.graph_task()
-        refuse_backward_of_two(self)
+        _refuse_backward_of_two(self)
         self._done.clear()
         self.reduces.begin(self.units)
-        if self.optional is not None:
-            self.optional.begin_pass()
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
@@ -207,8 +198,6 @@ class Root:
 
     def end_backward(self) -> None:
         """All gradients have been computed."""
-        if self.optional is not None:
-            self.optional.pass_over(self, self.program.upcoming, over=True)
         self._finish_backward()
 
     def _finish_backward(self) -> None:
@@ -255,8 +244,6 @@ class Root:
         for unit in self.units:
             unit.recover(broken)
         self._recomputed, self.entry, self._end = None, None, None
-        if self.optional is not None:
-            self.optional.give_up()
         self.program.abandon()
 
     def give_up_broken(self) -> None:
@@ -280,8 +267,6 @@ class Root:
         """
         if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
             self.announcer.announce("run", unit)
-        if self.optional is not None:
-            self.optional.come_to(self, unit)
         self.arrive(unit, gather)
         if not gather:
             return
@@ -433,8 +418,6 @@ class Root:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
-        if self.optional is not None:
-            return  # the last unit depends on what a rank uses, so all units of a recomputed segment stay
         earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
@@ -472,7 +455,7 @@ class Root:
                 return
             self.gather_early(other)
             room -= index not in self._apart
-        if backward and self.policy.keep_for_next and self.optional is None:
+        if backward and self.policy.keep_for_next and not self.has_optional:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
                 kept = other.keeps_for_next and not other.is_last
@@ -504,8 +487,6 @@ class Root:
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
-        if self.optional is not None and unit.nests:
-            self.optional.pass_over_inside(self, unit)
         self._done.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
@@ -515,17 +496,12 @@ class Root:
         """All gradients of a group have arrived."""
         self.reduces.group_complete(number)
 
-    # Features that most models do not use
-
     def linger(self, unit: Unit, grads: bool) -> None:
-        """The forward of an optional unit has ended, but may be called again before another unit's."""
-        assert self.optional is not None
-        self.optional.linger(unit, grads)
+        """The forward of a unit that is not kept has ended."""
+        unit.leave(keep=False, grads=grads)
 
     def goes_through(self, forward: int) -> None:
-        """The running backward has reached a call in this forward, of a model with optional units."""
-        assert self.optional is not None
-        self.optional.goes_through(forward)
+        """The running backward has reached a call in this forward, given by number; it may go through several."""
 
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of ``tokens`` in a unit that is an embedding by rows."""
@@ -558,7 +534,7 @@ class Root:
         """The running pass has ended."""
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
-        self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
+        self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
         self.program.end(is_held=True in [Lease.USER in unit.leases for unit in self.units])
         record.phase = 0
 
@@ -594,6 +570,30 @@ def _experts(units: Sequence[Unit]) -> Iterator[int]:
         around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
         if around and around[-1].mesh != unit.mesh:
             yield number
+
+
+WITH_OPTIONAL: weakref.WeakSet[Root] = weakref.WeakSet()  # roots that have optional units
+
+
+def _refuse_forward_within(root: Root) -> None:
+    """Raise if a forward starts within the forward of another model that has optional units."""
+    for other in WITH_OPTIONAL:
+        if other is not root and other.entry is not None:
+            raise RuntimeError(
+                "a sharded model is called within the forward of another one that has optional units: ranks that skip "
+                "a unit would launch collectives in another order. Call it before or after that forward"
+            )
+
+
+def _refuse_backward_of_two(root: Root) -> None:
+    """Raise if a backward that starts also goes through another model with optional units that it may skip."""
+    for other in WITH_OPTIONAL:
+        if other is not root and other.is_amid(root.task):
+            raise RuntimeError(
+                "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
+                "that skip a unit would launch collectives in another order. Make both submodules of one module and "
+                "call fully_shard on that, or call backward for each"
+            )
 
 
 _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from flatshard.engine.schedule.optional import OptionalRoot
 from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.materialize import materialize, refuse_meta
@@ -48,7 +49,8 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
     for found in units:
         found.stays_for_backward, found.keeps_for_next = found in for_backward, found in for_next
         found.derive()
-    root = Root(units, unit.device, policy)
+    kind = OptionalRoot if any(found.is_optional for found in units) else Root
+    root = kind(units, unit.device, policy)
     for found in units:
         found.root = root
     return root
