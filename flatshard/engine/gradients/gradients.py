@@ -25,11 +25,9 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
-from flatshard.engine.gradients.main_grads import MainGrads, has_gaps
-from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, stages_to, sum_dtype
+from flatshard.engine.gradients.main_grads import MainGrads, call_finished, change_gradients, has_gaps
+from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, Uses, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import Direct, add_to, fill, fill_runs, sole_owners
-from flatshard.engine.gradients.uses import Uses
-from flatshard.engine.parameters.hooks import call_finished, change_gradients
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.codec import as_plain
 from flatshard.engine.weights.formats import Formats

@@ -26,8 +26,7 @@ from flatshard.buffer.dtensor import as_dtensor
 from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
-from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.weights.codec import unfilled
 from flatshard.engine.weights.source import lasting_tensors
 

@@ -17,12 +17,10 @@ from flatshard.engine import steps
 from flatshard.engine.gradients.direct import destine
 from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
-from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, Extension, Extensions, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, Extensions, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
-from flatshard.engine.weights.leafwise import Composed
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source, source_for
 from flatshard.layout import Layout

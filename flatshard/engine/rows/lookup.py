@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.gradients.gradients import refuse_orphan
-from flatshard.engine.gradients.uses import capturing
+from flatshard.engine.gradients.reduction import capturing
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.rows.gradients import LookUp
 

@@ -201,11 +201,6 @@ class Unit:
         return True
 
     @property
-    def is_resident(self) -> bool:
-        """Whether full weights are always on this rank: `release` only hides them."""
-        return all(group.is_resident for group in self.needs)
-
-    @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has finished this unit, or has not reached it."""
         if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
