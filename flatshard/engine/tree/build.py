@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -68,46 +67,6 @@ def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[
     for child_name, child in module.named_children():
         if unit_of(child) is None and not _torch.is_replicated(child):
             yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
-
-
-def _registered(
-    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]
-) -> Iterator[tuple[str, nn.Parameter, Site]]:
-    """Every place where the modules of a unit hold a parameter, with the name of the parameter."""
-    for prefix, module in owned_modules(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                yield f"{prefix}.{name}" if prefix else name, parameter, Site.of(module, name)
-
-
-def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> list[Named]:
-    """The parameters of a unit, each once, with every place where it is registered."""
-    found: dict[nn.Parameter, Named] = {}
-    for name, parameter, site in _registered(roots, ignored):
-        if OWNER not in parameter.__dict__:  # else another unit's: `borrowed_parameters`
-            _refuse(name, parameter)
-            found.setdefault(parameter, (name, parameter, []))[2].append(site)
-    return list(found.values())
-
-
-def borrowed_parameters(
-    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], mesh: DeviceMesh
-) -> list[tuple[ParamGroup, ShardedParam, Site]]:
-    """The parameters of a unit that are tied to those of another unit, which owns them, and their sites here."""
-    found = []
-    for name, parameter, site in _registered(roots, ignored):
-        if OWNER not in parameter.__dict__:
-            continue
-        known, unit = parameter.__dict__[OWNER]
-        tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
-        owner = owner_of(parameter)
-        if owner is None or owner[0].is_full:
-            raise RuntimeError(f"{tied} and has unsharded; call reshard() on that module first")
-        group, index = owner
-        if group.mesh != mesh:
-            raise ValueError(f"{tied}, over another mesh; shard both over the same mesh")
-        found.append((group, group.params[index], site))
-    return found
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
@@ -232,6 +191,21 @@ class Kind:
         return resident(found) if self.marked else found
 
 
+def _borrowed(
+    name: str, parameter: nn.Parameter, site: Site, mesh: DeviceMesh
+) -> tuple[ParamGroup, ShardedParam, Site]:
+    """A parameter of a unit that is tied to that of another unit, which owns it, and its site here."""
+    known, unit = parameter.__dict__[OWNER]
+    tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
+    owner = owner_of(parameter)
+    if owner is None or owner[0].is_full:
+        raise RuntimeError(f"{tied} and has unsharded; call reshard() on that module first")
+    group, index = owner
+    if group.mesh != mesh:
+        raise ValueError(f"{tied}, over another mesh; shard both over the same mesh")
+    return group, group.params[index], site
+
+
 Sorted = tuple[
     list[tuple[ParamGroup, ShardedParam, Site]], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]
 ]
@@ -242,11 +216,22 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
 
     Raises if they cannot be sharded like this; nothing has changed then.
     """
-    borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
+    borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []
+    owned: dict[nn.Parameter, Named] = {}  # each once, with every place where it is registered
+    for prefix, module in owned_modules(modules):
+        for own_name, parameter in module._parameters.items():
+            if parameter is None or parameter in choices.ignored:
+                continue
+            name, site = f"{prefix}.{own_name}" if prefix else own_name, Site.of(module, own_name)
+            if OWNER in parameter.__dict__:
+                borrowed.append(_borrowed(name, parameter, site, choices.mesh))
+            else:
+                _refuse(name, parameter)
+                owned.setdefault(parameter, (name, parameter, []))[2].append(site)
     by_kind: dict[Kind, list[Named]] = {}
     plain: list[Named] = []
     dims: dict[nn.Parameter, int] = {}
-    for named in owned_parameters(modules, choices.ignored):
+    for named in owned.values():
         parameter, marked = named[1], _is_marked(named)
         if marked and not parameter.requires_grad:
             plain.append(named)
