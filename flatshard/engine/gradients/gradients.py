@@ -27,7 +27,7 @@ from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
 from flatshard.engine.gradients.main_grads import MainGrads, call_finished, change_gradients, has_gaps
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, Uses, stages_to, sum_dtype
-from flatshard.engine.gradients.staging import Direct, add_to, fill, fill_runs, sole_owners
+from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.codec import as_plain
 from flatshard.engine.weights.formats import Formats
@@ -255,7 +255,7 @@ class Gradients:
             self._reduce_to_final(gradients, reduction, is_last)
         return reduction
 
-    def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _join_written(self, direct: Direct, gradients: Given) -> list[torch.Tensor | None]:
         """Make gradients written by kernels an unreduced buffer, with others in it; returns what is left to add."""
         self._used |= direct.written
         left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
@@ -277,7 +277,7 @@ class Gradients:
 
     # Stopping short
 
-    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_unreduced(self, gradients: Given) -> None:
         if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
             self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
@@ -286,7 +286,7 @@ class Gradients:
             )
         add_to(self._unreduced, gradients)
 
-    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+    def _reduce_to_rest(self, gradients: Given, reduction: Reduction) -> None:
         pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
         resting, fresh = self._resting, self._resting is None
         if resting is None:
@@ -301,9 +301,7 @@ class Gradients:
 
     # Going all the way
 
-    def _reduce_to_final(
-        self, gradients: Sequence[torch.Tensor | None], reduction: Reduction, is_last: bool = False
-    ) -> None:
+    def _reduce_to_final(self, gradients: Given, reduction: Reduction, is_last: bool = False) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
         had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
@@ -420,9 +418,7 @@ class Gradients:
 
     # The input of a reduce
 
-    def _inputs(
-        self, gradients: Sequence[torch.Tensor | None], pool: Pool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _inputs(self, gradients: Given, pool: Pool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per non-empty segment, the full-size input of the reduce; and tensors to keep until it has ended."""
         held = [gradient for gradient in gradients if gradient is not None]
         before = self._before

@@ -6,11 +6,14 @@ Kernels may write into staging themselves (`Direct`; see direct.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from typing import TypeAlias
 
 import torch
 
 from flatshard.buffer import DBuffer, turns
 from flatshard.layout import Layout
+
+Given: TypeAlias = Sequence[torch.Tensor | None]  # the full-size gradients of a group, where autograd has left some
 
 
 def sole_owners(layout: Layout) -> tuple[int | None, ...]:
@@ -22,9 +25,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-def fill_runs(
-    layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
-) -> None:
+def fill_runs(layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Given) -> None:
     """Copy the gradients of all segments that have no run yet into one buffer, and use its runs for those segments."""
     end = filled = 0
     places: list[torch.Tensor] = []
@@ -53,7 +54,7 @@ def fill_runs(
         torch._foreach_copy_(places, sources)
 
 
-def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
+def add_to(unreduced: DBuffer, gradients: Given) -> None:
     """Add gradients to a buffer that holds earlier ones, full size."""
     layout = unreduced.layout
     for index, gradient in enumerate(gradients):
@@ -92,7 +93,7 @@ class Direct:
         return view
 
 
-def fill(staging: DBuffer, gradients: Sequence[torch.Tensor | None], turned: Set[int], written: Set[int]) -> None:
+def fill(staging: DBuffer, gradients: Given, turned: Set[int], written: Set[int]) -> None:
     """Copy gradients of autograd to a buffer that kernels have partly written. ``turned`` tensors are left out."""
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []

@@ -19,10 +19,10 @@ from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, Extensions, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
 from flatshard.engine.weights.offload import Home
-from flatshard.engine.weights.source import Source, source_for
+from flatshard.engine.weights.source import Decoded, Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -100,20 +100,8 @@ class ParamGroup:
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         if self.by_rows:
             self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
-        self.codec: Cast | Blocks | Extensions
-        if self.is_extended:
-            self.codec = Extensions(
-                [
-                    (Extension if param.made_of is None else Composed)(
-                        param, main.layout, main.mesh, policy, self.home.device, dtype, index
-                    )
-                    for index, param in enumerate(self.params)
-                ]
-            )
-        elif self.formats.gather is not None:
-            self.codec = Blocks(self.formats, dtype)
-        else:
-            self.codec = Cast(main.dtype, dtype)
+        blocks = self.formats.gather is not None
+        self.codec: Cast | Blocks = Blocks(self.formats, dtype) if blocks else Cast(main.dtype, dtype)
 
     def check_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Raise if the policy cannot be changed to this one now."""
@@ -149,7 +137,13 @@ class ParamGroup:
     def _set_source(self, is_held: bool = False) -> None:
         """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
-        self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        self.source: Source
+        if self.is_extended:
+            given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
+            each = [(Composed if p.made_of else Extension)(p, i, *given) for i, p in enumerate(self.params)]
+            self.source = Decoded(each, self.mesh)
+        else:
+            self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
         # Device memory that the full weights take, beyond what rests on this rank anyway.
         self.gathered_bytes = 0 if self.is_resident else self._full_bytes()
         self.ticket = self._refreshed = None

@@ -13,6 +13,7 @@ from flatshard.buffer.collectives import Tensors
 from flatshard.buffer.tickets import Action, Tickets
 from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Goal, Reduction, Stage, sum_dtype
+from flatshard.engine.gradients.staging import Given
 from flatshard.engine.weights.formats import Formats
 
 
@@ -75,7 +76,7 @@ class RowGradients(Gradients):
         super().drop_partial()
         self._kept = []
 
-    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_unreduced(self, gradients: Given) -> None:
         """They are kept as they are."""
 
     def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
@@ -87,9 +88,7 @@ class RowGradients(Gradients):
         self._by_rows.is_encoded = not self.counts_unused
         return super().reduce(pool, goal, name, is_last)
 
-    def _inputs(
-        self, gradients: Sequence[torch.Tensor | None], pool: Pool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _inputs(self, gradients: Given, pool: Pool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         kept, self._kept = self._kept, []
         if self.counts_unused:  # ranks may have used other look-ups, or none: all of the table is reduced
             whole = self._whole(kept) if kept else None

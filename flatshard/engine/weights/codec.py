@@ -69,12 +69,12 @@ class Extension:
     def __init__(
         self,
         param: ShardedParam,
+        index: int,
         layout: Layout,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         device: torch.device,
         dtype: torch.dtype,
-        index: int = 0,
     ) -> None:
         """``index``: of the parameter in the layout."""
         self.dtype = dtype
@@ -95,6 +95,7 @@ class Extension:
         return self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
 
     def encode(self) -> list[torch.Tensor]:
+        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
         local = self._on_device()
         stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
         context = (self._shard_mesh(), self._shape, stride, module, self._policy)
@@ -124,6 +125,7 @@ class Extension:
         return padded
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Decode what all ranks sent, each tensor of `encode` flat, into `made`: the same tensor in every call."""
         parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
         # What was padded for the gather comes back without: the parameter could not be filled from it otherwise.
         parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
@@ -142,6 +144,7 @@ class Extension:
             after(tuple(parts), remembered, self.dtype, out=full)
 
     def release(self) -> None:
+        """Free the memory of the full parameter; `decode` is called before it is used again."""
         for tensor in self._owned:
             tensor.untyped_storage().resize_(0)
 
@@ -196,37 +199,6 @@ class Composed(Extension):
             owned.untyped_storage().resize_(owned.numel() * owned.element_size())
             with _torch.keeping_versions([owned]):
                 owned.copy_(part)
-
-
-class Extensions:
-    """Parameters of tensor subclasses that are gathered in one launch; full weights are not views of the result."""
-
-    def __init__(self, each: Sequence[Extension]) -> None:
-        self.dtype, self._each = each[0].dtype, list(each)
-        self._counts: list[int] = []  # of tensors that each has sent
-
-    def encode(self) -> list[torch.Tensor]:
-        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
-        given = [one.encode() for one in self._each]
-        self._counts = [len(tensors) for tensors in given]
-        return [tensor for tensors in given for tensor in tensors]
-
-    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Decode what all ranks sent, each tensor of `encode` flat, into `full`: the same tensors in every call."""
-        end = 0
-        for one, count in zip(self._each, self._counts):
-            one.decode(gathered[end : end + count])
-            end += count
-
-    def full(self, index: int) -> torch.Tensor:
-        made = self._each[index].made
-        assert made is not None
-        return made
-
-    def release(self) -> None:
-        """Free the memory of full values; `decode` is called before they are used again."""
-        for one in self._each:
-            one.release()
 
 
 def as_plain(given: torch.Tensor) -> torch.Tensor:

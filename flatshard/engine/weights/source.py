@@ -5,7 +5,7 @@
 `Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
               in a backward from shards on a smaller mesh, if the forward has left some there
 `FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
-`Decoded`     the output of a codec that decodes
+`Decoded`     what tensor subclasses make of the tensors that they have sent
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
-from flatshard.engine.weights.codec import Blocks, Cast, Extensions
+from flatshard.engine.weights.codec import Blocks, Cast, Extension
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -429,11 +430,12 @@ class FromBytes(Gathered):
 
 
 class Decoded(Source):
-    """A codec decodes the gathered tensors, into memory of its own."""
+    """Parameters of tensor subclasses, gathered in one launch and decoded into memory of their own."""
 
-    def __init__(self, codec: Extensions, mesh: DeviceMesh) -> None:
-        self._codec, self._mesh = codec, mesh
+    def __init__(self, each: Sequence[Extension], mesh: DeviceMesh) -> None:
+        self.each, self._mesh = list(each), mesh
         self._pool: Pool | None = None
+        self._counts: list[int] = []  # of tensors that each has sent
         self.wire: list[torch.Tensor] = []  # what is gathered, flat
         self._is_open = False
 
@@ -442,7 +444,9 @@ class Decoded(Source):
         lane, axis = pool.lane, self._mesh.ndim - 1
         group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
         with lane.entered(), lasting_tensors():
-            given = self._codec.encode()
+            encoded = [one.encode() for one in self.each]
+            self._counts = [len(tensors) for tensors in encoded]
+            given = [tensor for tensors in encoded for tensor in tensors]
             if not self.wire:
                 self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
             for output in self.wire:
@@ -451,19 +455,25 @@ class Decoded(Source):
             return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
 
     def open(self) -> None:
-        if not self._is_open:
-            with lasting_tensors():
-                self._codec.decode(self.wire)
-            self._is_open = True
+        if self._is_open:
+            return
+        gathered = iter(self.wire)
+        with lasting_tensors():
+            for one, count in zip(self.each, self._counts):
+                one.decode(list(islice(gathered, count)))
+        self._is_open = True
 
     def full(self, index: int) -> torch.Tensor:
-        return self._codec.full(index)
+        made = self.each[index].made
+        assert made is not None
+        return made
 
     def release(self) -> None:
         assert self._pool is not None
         for output in self.wire:
             self._pool.release(output)
-        self._codec.release()
+        for one in self.each:
+            one.release()
 
     def give_up(self) -> None:
         assert self._pool is not None
@@ -472,14 +482,12 @@ class Decoded(Source):
 
 
 def source_for(
-    main: DBuffer, placements: Placements, codec: Cast | Blocks | Extensions, home: Home, is_held: bool = False
+    main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool = False
 ) -> Source:
     """Choose the source for these placements, this codec and this home.
 
     ``is_held``: use a copy of main's current values, even if main changes.
     """
-    if not isinstance(codec, (Cast, Blocks)):
-        return Decoded(codec, main.mesh)
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)
