@@ -70,8 +70,8 @@ class Gradients:
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
         self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
-        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
-        self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
+        # If watched: called when one arrives and none has, with False, and when all expected ones have, with True.
+        self.on_arrival: Callable[[bool], None] | None = None
         self._arrived: set[int] = set()  # of those watched
         # Per segment, the tensor that fills it, if there is one, and its elements.
         sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
@@ -94,7 +94,7 @@ class Gradients:
 
     def take_settings(self, other: Gradients) -> None:
         """Copy the settings of the object that this one replaces."""
-        names = ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
+        names = ("on_arrival", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
         self.ask(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
         self.main_grads.take_settings(other.main_grads)
@@ -169,11 +169,11 @@ class Gradients:
 
     def arrived(self, index: int) -> None:
         """Autograd has set the gradient of a full parameter; reentrant checkpointing may do so more than once."""
-        if not self._arrived and self.on_first is not None:
-            self.on_first()
+        if not self._arrived and self.on_arrival is not None:
+            self.on_arrival(False)
         self._arrived.add(index)
-        if len(self._arrived) == self.expected and self.on_complete is not None:
-            self.on_complete()
+        if len(self._arrived) == self.expected and self.on_arrival is not None:
+            self.on_arrival(True)
 
     def take(self) -> list[torch.Tensor | None]:
         """Remove the gradients that have arrived from the full parameters, and return them."""

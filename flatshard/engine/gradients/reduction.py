@@ -181,7 +181,10 @@ class EncodedStage(Stage):
                     self._told(sent, of).copy_((of.uses > 0).expand(self._from.count, -1))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
         of.held += (sent, received)
-        noted = self._note_alone(of, group) if coder.wire.told is None else DONE
+        noted = DONE
+        if of.uses is not None and coder.wire.told is None:
+            # Of the one tensor, which is sent from where it is: its bytes have no room for what is told.
+            noted = lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
         if self._scatters:
             ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
         else:
@@ -205,12 +208,6 @@ class EncodedStage(Stage):
         first = self._coder.wire.told
         assert first is not None
         return pieces.view(-1, self._coder.wire.piece)[:, first : first + of.parameters]
-
-    def _note_alone(self, of: Reduction, group: ProcessGroup) -> Ticket:
-        """Tell all ranks whether the one tensor was used, which is sent from where it is: its bytes have no room."""
-        if of.uses is None:
-            return DONE
-        return of.pool.lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
 
     def _next_noise(self, device: torch.device) -> torch.Tensor | None:
         if not self._is_stochastic:

@@ -145,7 +145,9 @@ class ParamGroup:
         else:
             self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
         # Device memory that the full weights take, beyond what rests on this rank anyway.
-        self.gathered_bytes = 0 if self.is_resident else self._full_bytes()
+        layout = self.layout
+        numel = layout.buffer_numel(layout.num_shards) + sum(layout.slots[index].numel for index in layout.turned)
+        self.gathered_bytes = 0 if self.is_resident else numel * self.codec.dtype.itemsize
         self.ticket = self._refreshed = None
         for param in self.params:
             param.full = None
@@ -172,11 +174,6 @@ class ParamGroup:
     def is_resident(self) -> bool:
         """Whether this rank holds the full weights between passes: nothing is gathered for a pass."""
         return self.source.is_resident
-
-    def _full_bytes(self) -> int:
-        layout = self.layout
-        turned = sum(layout.slots[index].numel for index in layout.turned)
-        return (layout.buffer_numel(layout.num_shards) + turned) * self.codec.dtype.itemsize
 
     @property
     def arriving_bytes(self) -> int:
@@ -285,11 +282,6 @@ class ParamGroup:
             self.source.give_up()
         self.mark_stale()
 
-    def wait(self) -> None:
-        """Wait for the gather, if there is one."""
-        if self.ticket is not None:
-            self.ticket.wait()
-
     def heed_requires_grad(self) -> None:
         """Expect gradients of the parameters that now require them, although this rank runs no forward with them."""
         if self.is_full:
@@ -350,12 +342,6 @@ class ParamGroup:
         if not self.source.is_resident:
             self.ticket = None
             self.source.release()
-
-    def park(self) -> None:
-        """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
-        assert self.park_mesh is not None
-        if self.ticket is not None:
-            self.source.park(self.park_mesh)
 
     def _make_full(self) -> None:
         for index, param in enumerate(self.params):

@@ -197,11 +197,7 @@ class Root:
         return _torch.graph_task() != self.task
 
     def end_backward(self) -> None:
-        """All gradients have been computed."""
-        self._finish_backward()
-
-    def _finish_backward(self) -> None:
-        """Reduce the remaining groups, order the current stream after all reduces, and reset the units."""
+        """All gradients have been computed: reduce the remaining groups, wait for all reduces, and reset the units."""
         self._end = None
         self.reduces.take_left(self.units)
         for unit in reversed(self.units):
@@ -221,7 +217,7 @@ class Root:
         self.program.begin(Pass.BACKWARD)
         self.reduces.is_one_of_several = True
         try:
-            self._finish_backward()
+            Root.end_backward(self)  # which passes no unit over
         finally:
             self.reduces.is_one_of_several = False
         for unit in self.units:

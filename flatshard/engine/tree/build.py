@@ -24,7 +24,7 @@ from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site,
 from flatshard.engine.parameters.structure import Structure
 from flatshard.engine.parameters.values import Initial
 from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.tree.unit_classes import look_up_rows
+from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.changes import hook_state_dicts
 from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent
@@ -309,7 +309,11 @@ def build_unit(
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh = park  # the others are gathered again from all
     if by_rows is not None:
-        look_up_rows(unit, by_rows)
+        gradients = groups[0].gradients
+        assert isinstance(gradients, RowGradients)
+        gradients.padding = by_rows.padding_idx
+        unit.rows = Rows(groups[0])  # forwards request rows; the table is gathered only if the user calls for it
+        unit.derive()
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for param in group.params for site in param.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]

@@ -11,17 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
-from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.rows.lookup import Rows
-from flatshard.engine.units.unit import Unit, unit_of
-
-
-def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
-    """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
-    gradients = unit.groups[0].gradients
-    assert isinstance(gradients, RowGradients)
-    gradients.padding = module.padding_idx
-    unit.look_rows_up(Rows(unit.groups[0]))
+from flatshard.engine.units.unit import unit_of
 
 
 def class_before(cls: type) -> type:

@@ -101,7 +101,7 @@ class Unit:
         self.device = device
         self.policy = policy
         self.intent = intent
-        self.is_first = self._is_last = True  # of the micro-batches of an optimizer step
+        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
         # contains an embedding may also multiply by its weights.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
@@ -126,8 +126,7 @@ class Unit:
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
-            group.gradients.on_complete = functools.partial(_group_complete, self._me, index)
-            group.gradients.on_first = functools.partial(_gradient_arrives, self._me)
+            group.gradients.on_arrival = functools.partial(_gradient_arrives, self._me, index)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -161,16 +160,11 @@ class Unit:
         # How far gradients are reduced.
         self.goal = Goal.UNREDUCED
         if intent.reduces:
-            self.goal = Goal.FINAL if self._is_last and intent.all_reduces else Goal.REST
+            self.goal = Goal.FINAL if self.is_last and intent.all_reduces else Goal.REST
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last micro-batch of an optimizer step."""
-        return self._is_last
-
-    @is_last.setter
-    def is_last(self, value: bool) -> None:
-        self._is_last = value
+    def set_batch(self, is_first: bool, is_last: bool) -> None:
+        """Which of the micro-batches of an optimizer step the next passes are of."""
+        self.is_first, self.is_last = is_first, is_last
         self.derive()
 
     @property
@@ -388,8 +382,8 @@ class Unit:
                 self.hide()  # an optimizer that is built now needs the sharded parameters
             return
         for group in self.groups if grads else ():
-            if group.park_mesh is not None:
-                group.park()
+            if group.park_mesh is not None and group.ticket is not None:
+                group.source.park(group.park_mesh)
         self.release()
 
     def passed_over(self) -> None:
@@ -397,7 +391,8 @@ class Unit:
         root = self.root
         assert root is not None
         for group in self.needs:
-            group.wait()
+            if group.ticket is not None:
+                group.ticket.wait()
         if root.program.running is Pass.BACKWARD:
             if self.is_gathered and self._reshards_now:
                 self.release()
@@ -409,11 +404,6 @@ class Unit:
                 group.heed_requires_grad()  # as on ranks that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
-
-    def look_rows_up(self, rows: Rows) -> None:
-        """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
-        self.rows = rows
-        self.derive()
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
@@ -575,7 +565,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and (not self.keeps_for_next or self._is_last)
+            and (not self.keeps_for_next or self.is_last)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -706,20 +696,16 @@ def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
     return {lease for other in others if other is not None and other is not unit for lease in other.leases}
 
 
-def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
-    """A gradient of a parameter that was used outside of any forward: only this shows that a backward runs."""
+def _gradient_arrives(unit: weakref.ref[Unit], index: int, is_complete: bool) -> None:
+    """A gradient of a group has arrived. If its parameter was used outside of any forward, only this shows a backward.
+
+    ``is_complete``: all have. The weights may be read until the gradients of the inputs are complete.
+    """
     found = unit()
     if found is not None and found.root is not None:
         found.root.begin_backward()
-
-
-def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
-    """All gradients of a group have arrived. Its weights may be read until the gradients of the inputs are complete."""
-    found = unit()
-    if found is not None:
-        assert found.root is not None
-        found.root.begin_backward()
-        found.root.group_complete(found.numbers[index])
+        if is_complete:
+            found.root.group_complete(found.numbers[index])
 
 
 def unit_of(module: nn.Module) -> Unit | None:
