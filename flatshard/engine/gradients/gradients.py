@@ -56,12 +56,7 @@ class Gradients:
         home: Home,
         formats: Formats,
     ) -> None:
-        self.params = params
-        self.home = home
-        self.main = main
-        self.placements = placements
-        self.grad_dtype = policy.grad_of(main.dtype, compute)
-        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self.params, self.main, self.placements, self.home = params, main, placements, home
         self.scale: GradientScale = "mean"
         self.sums_only = False  # collectives add; the mean is taken afterwards
         self.counts_unused = False  # a missing gradient is one of zero, and is shown
@@ -76,16 +71,15 @@ class Gradients:
         # Per segment, the tensor that fills it, if there is one, and its elements.
         sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
         self._segments = list(zip(sole_owners(main.layout), sizes))
-        self._set_stages(formats)
-        # As many of them as there are axes that gradients rest reduced over.
+        # As many stages as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._rested = DONE  # when the last reduce into it is over
         self._used: set[int] = set()  # params that have had a gradient in backwards that stopped short of final
         self._uses = Uses(len(params))
-        self.main_grads = MainGrads(params, main, self.grad_dtype, home, self._room)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
+        self.set_dtypes(policy, compute, formats)
 
     def ask(self, **told: object) -> None:
         """Replace settings of the reduces, given as attributes."""
@@ -100,20 +94,18 @@ class Gradients:
         self.main_grads.take_settings(other.main_grads)
 
     def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
-        """Reduce and keep gradients in the dtypes of another policy; ``compute`` is the dtype of full parameters."""
-        before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
+        """Reduce and keep gradients in the dtypes of a policy; ``compute`` is the dtype of full parameters."""
+        self.grad_dtype = policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
-        self._set_stages(formats)
-        if self.grad_dtype != before:
-            known = self.main_grads
-            self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
-            self.main_grads.take_settings(known)
-
-    def _set_stages(self, formats: Formats) -> None:
         self._stages = self._plan(formats)
         # Elements behind reduced gradients, for what is told of uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
         self._derive()
+        known: MainGrads | None = self.__dict__.get("main_grads")
+        if known is None or known.dtype != self.grad_dtype:
+            self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
+            if known is not None:
+                self.main_grads.take_settings(known)
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)

@@ -31,7 +31,7 @@ class ParamGroup:
     """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
 
     Between uses the modules hold the sharded parameters. `gather` starts to gather the full weights from the `Source`,
-    `swap_in` puts them into the modules, `swap_out` puts the sharded parameters back, `release` frees the memory.
+    `swap` puts them into the modules, or the sharded parameters back, and `release` frees the memory.
     """
 
     is_away = False  # main is on another device than the mesh, where users have moved it
@@ -201,7 +201,7 @@ class ParamGroup:
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
                 self.ticket.wait()  # an unused refresh may still be in flight
-            self.swap_out()
+            self.swap(to_full=False)
             self.ticket = None
 
     def renew(self) -> None:
@@ -291,45 +291,31 @@ class ParamGroup:
                 param.full.requires_grad = param.sharded.requires_grad
         self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
 
-    def swap_in(self) -> None:
-        """Wait for the all-gather and put the full parameters into the modules."""
-        assert self.ticket is not None
-        self.ticket.wait()
-        if self.is_full:
+    def swap(self, to_full: bool) -> None:
+        """Put the full parameters into the modules, once they have been gathered, or the sharded ones."""
+        if to_full:
+            assert self.ticket is not None
+            self.ticket.wait()
+        if self.is_full == to_full:
             return
-        if self.source.opens:
-            self.source.open()
-        if self.params[0].full is None:
-            self._make_full()
+        if to_full:
+            if self.source.opens:
+                self.source.open()
+            if self.params[0].full is None:
+                self._make_full()
         for param in self.params:
-            full, sharded = param.full, param.sharded
-            assert full is not None
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad = sharded.requires_grad
-                self.gradients.expected += 1 if sharded.requires_grad else -1
+            shown, hidden = (param.full, param.sharded) if to_full else (param.sharded, param.full)
+            assert shown is not None
+            assert hidden is not None
+            if shown.requires_grad != hidden.requires_grad:  # toggled while the other one was shown
+                shown.requires_grad = hidden.requires_grad
+                self.gradients.expected += 1 if hidden.requires_grad else -1
             for site in param.sites:
                 if site.slots is not None:  # `put` without a call
-                    site.slots[site.name] = full
+                    site.slots[site.name] = shown
                 else:
-                    site.put(full)
-        self.is_full = True
-
-    def swap_out(self) -> None:
-        """Put the sharded parameters into the modules."""
-        if not self.is_full:
-            return
-        for param in self.params:
-            full, sharded = param.full, param.sharded
-            assert full is not None
-            if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
-                sharded.requires_grad = full.requires_grad
-                self.gradients.expected += 1 if full.requires_grad else -1
-            for site in param.sites:
-                if site.slots is not None:
-                    site.slots[site.name] = sharded
-                else:
-                    site.put(sharded)
-        self.is_full = False
+                    site.put(shown)
+        self.is_full = to_full
 
     def release(self) -> None:
         """Free the memory of full weights, once the current stream has finished with it."""
@@ -338,7 +324,7 @@ class ParamGroup:
         if not self.is_full:
             # An unused prefetch may still be in flight.
             self.ticket.wait()
-        self.swap_out()
+        self.swap(to_full=False)
         if not self.source.is_resident:
             self.ticket = None
             self.source.release()

@@ -172,7 +172,7 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
         unit.reshard()
         return
     for group in unit.needs:
-        group.swap_out()  # one rank may save alone: nothing is given back that others keep
+        group.swap(to_full=False)  # one rank may save alone: nothing is given back that others keep
 
 
 def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -643,7 +643,7 @@ class Unit:
         if Lease.USER not in self.leases:
             self.leases[Lease.PASS] = True
         for group in self.needs:
-            group.swap_in()
+            group.swap(to_full=True)
 
     def release(self, always: bool = False) -> None:
         """Release the gathered weights, unless another unit needs them. A running `gathered` block keeps them.
@@ -660,7 +660,7 @@ class Unit:
                 if group.ticket is not None:
                     group.release()
             elif Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap_out()
+                group.swap(to_full=False)
 
     def hide(self) -> None:
         """Put the sharded parameters back after a pass, but keep the full weights gathered."""
@@ -670,7 +670,7 @@ class Unit:
         for group in self.needs:
             leases = _leases_of_others(self, group) if group.borrowers else ()
             if Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap_out()
+                group.swap(to_full=False)
 
     def reshard(self) -> None:
         """Put the sharded parameters back, even if a later pass needs the full ones: it gathers them again.
