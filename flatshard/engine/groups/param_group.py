@@ -42,14 +42,14 @@ class ParamGroup:
         main: DBuffer,
         placements: Placements,
         policy: MixedPrecisionPolicy,
-        home: Home | None = None,
-        is_extended: bool = False,
-        own: torch.dtype | None = None,
-        owner: str = "",
-        kind: type[Gradients] = Gradients,
-        marks: Sequence[bool] = (),
+        home: Home,
+        is_extended: bool,
+        own: torch.dtype,
+        owner: str,
+        kind: type[Gradients],
+        marks: Sequence[bool],
     ) -> None:
-        """``own``: the dtype of the parameters before they were sharded, if it is not main's.
+        """``own``: the dtype of the parameters before they were sharded.
 
         ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
         forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
@@ -59,7 +59,7 @@ class ParamGroup:
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
         self.placements = placements
         self.policy = policy
-        self.home = Home(main.device) if home is None else home
+        self.home = home
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
         # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
@@ -73,10 +73,10 @@ class ParamGroup:
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self._renewed: tuple[int, ...] | None = None  # its state when compute weights in host memory were made
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
-        self.main, self.own = main, main.dtype if own is None else own
+        self.main, self.own = main, own
         self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
         self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
-        self._marks = list(marks) or [False] * len(params)
+        self._marks = list(marks)
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:

@@ -409,59 +409,51 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     ]
     by_tensor = kind.extended is not None or (chunked and choices.layout == "auto")
     planned = plan(shapes, shards, layout="tensor" if by_tensor else choices.layout, dims=dims, apart=apart)
-    home = Home.of(choices.device, choices.offload)
-    if kind.extended is not None:
-        group = _build_extended(params, planned, kind, choices, home)
+    home, is_extended = Home.of(choices.device, choices.offload), kind.extended is not None
+    if is_extended:
+        main, sharded, initial = _shard_extended(params, planned, kind, choices, home)
     else:
-        group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
+        main, sharded, initial = _shard_plain(params, whole, planned, kind, choices, home)
+    of_rows, own = RowGradients if choices.rows else Gradients, params[0][1].dtype
+    group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
+    group.initial = initial
     group.gradients.ask(scale=kind.scale)
     # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
-    register(group, (parameter for _, parameter, _ in params), in_main=kind.extended is None)
+    register(group, (parameter for _, parameter, _ in params), in_main=not is_extended)
     return group
 
 
-def _build_plain(
-    params: list[Named],
-    whole: Sequence[torch.Tensor],
-    planned: Layout,
-    kind: Kind,
-    choices: Choices,
-    home: Home,
-    owner: str,
-    marks: Sequence[bool],
-) -> ParamGroup:
-    mesh, placements, precision = kind.mesh, kind.placements(choices), choices.precision
-    floating = kind.dtype.is_floating_point
-    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
+def _shard_plain(
+    params: list[Named], whole: Sequence[torch.Tensor], planned: Layout, kind: Kind, choices: Choices, home: Home
+) -> tuple[DBuffer, list[ShardedParam], Initial | None]:
+    mesh, main_dtype = kind.mesh, choices.precision.main_dtype
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
     has_values = not any(tensor.is_meta for tensor in full)
     if choices.values == "first" and has_values:
         full = from_first(full, mesh)
     compared = choices.values in ("same", "warn") and has_values and mesh.size() > 1
     initial = Initial(full, warns=choices.values == "warn") if compared else None
-    main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
-    if main_dtype is not None and main_dtype != main.dtype:
+    main = DBuffer.distribute(full, planned, mesh, kind.placements(choices).optimizer)
+    if main_dtype not in (None, main.dtype) and kind.dtype.is_floating_point and kind.trainable:
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_params(main, params, choices.where.axes, apart=kind.apart)
-    own, of_rows = params[0][1].dtype, RowGradients if choices.rows else Gradients
-    group = ParamGroup(sharded, main, placements, precision, home, own=own, owner=owner, kind=of_rows, marks=marks)
     if initial is not None:
-        initial.parts, group.initial = initial.of_parts(main), initial
-    for _, parameter, _ in params:
+        initial.parts = initial.of_parts(main)
+    for _, parameter, _ in params if kind.parallel is None else ():
         # An original that is still referenced (by a tied module, an optimizer) keeps no memory.
-        if kind.parallel is None:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return group
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return main, sharded, initial
 
 
-def _build_extended(named: Sequence[Named], layout: Layout, kind: Kind, choices: Choices, home: Home) -> ParamGroup:
+def _shard_extended(
+    named: Sequence[Named], layout: Layout, kind: Kind, choices: Choices, home: Home
+) -> tuple[DBuffer, list[ShardedParam], Initial | None]:
     """Shard parameters of a tensor subclass."""
-    placements = kind.placements(choices)
     whole = [_torch.held_of(p).detach() for _, p, _ in named]
-    main = unfilled(layout, kind.mesh, placements, whole[0].dtype)
+    main = unfilled(layout, kind.mesh, kind.placements(choices), whole[0].dtype)
     structures: list[tuple[Structure, list[bool]] | None] = []
     locals_ = []
     with torch.no_grad():
@@ -480,7 +472,7 @@ def _build_extended(named: Sequence[Named], layout: Layout, kind: Kind, choices:
     params = make_params(main, named, choices.where.axes, locals_)
     for param, made_of in zip(params, structures):
         param.made_of = made_of
-    return ParamGroup(params, main, placements, choices.precision, home, is_extended=True)
+    return main, params, None
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
