@@ -347,7 +347,8 @@ class Gradients:
             reduction.then = functools.partial(call_finished, self.params, mine)
         if noted is not None:
             self.main_grads.open.update(asked)
-            reduction.asks = functools.partial(self._learn, asked, noted)
+            answer = functools.partial(self._uses.answer, noted, asked)
+            reduction.asks = functools.partial(self.main_grads.close, asked, answer)
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
@@ -374,10 +375,6 @@ class Gradients:
             assert noted is not None
             known.update(self._uses.answer(noted, asked))
         return [index for index in hooked if index in known]
-
-    def _learn(self, asked: Sequence[int], noted: torch.Tensor) -> None:
-        """After the reduce has been waited for: set the gradients of params that other ranks have used."""
-        self.main_grads.close(asked, self._uses.answer(noted, asked))
 
     def _through(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action

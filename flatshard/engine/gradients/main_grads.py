@@ -143,8 +143,9 @@ class MainGrads:
                     _torch.allow_grad_of(self.params[index].sharded, self.dtype)
                 self.params[index].sharded.grad = self.shown[index]
 
-    def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
-        """This rank has learned which of the open params some rank has used."""
+    def close(self, asked: Sequence[int], answer: Callable[[], Sequence[int]]) -> None:
+        """After the reduce has been waited for: set the gradients of open params that some rank has used."""
+        used = answer()
         self.open -= Counter(asked)
         with _torch.PlainAttributes():
             wanted = [index for index in used if self._grad(index) is None]

@@ -183,11 +183,6 @@ class ParamGroup:
         return self.gathered_bytes
 
     @property
-    def opening_bytes(self) -> int:
-        """The additional memory of their use: full weights that are not decoded yet."""
-        return self.gathered_bytes if self.source.decodes and not self.is_full else 0
-
-    @property
     def launches(self) -> bool:
         """Whether `gather` would communicate now."""
         return self.ticket is None and self.source.launches
@@ -220,12 +215,6 @@ class ParamGroup:
         is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
         if self.source.on_host is not None and is_only:
             self._refreshed = now
-
-    def check_hold(self) -> None:
-        """Raise if `hold` is not possible."""
-        if self.by_rows or self.is_extended:
-            reason = "sharded with rows=True" if self.by_rows else "a tensor subclass, encoded in each gather"
-            raise NotImplementedError(f"hold_weights: '{self.params[0].name}' is {reason}; leave it out")
 
     def hold(self, pool: Pool, name: str) -> None:
         """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""

@@ -12,7 +12,6 @@ from flatshard import _recording, _torch
 from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.program import Program
 from flatshard.engine.schedule.agreement import Announcer
 from flatshard.engine.units.unit import RootProtocol, Unit
 from flatshard.layout import is_sharded
@@ -23,13 +22,7 @@ class Reduces:
     """Groups are numbers, in the order of registration, as in `Turns`. The root owns this object."""
 
     def __init__(
-        self,
-        root: RootProtocol,
-        units: Sequence[Unit],
-        pool: Pool,
-        policy: SchedulePolicy,
-        program: Program,
-        announcer: Announcer,
+        self, root: RootProtocol, units: Sequence[Unit], pool: Pool, policy: SchedulePolicy, announcer: Announcer
     ) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
@@ -39,7 +32,7 @@ class Reduces:
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._root = weakref.ref(root)
-        self._policy, self._program, self._announcer = policy, program, announcer
+        self._policy, self._program, self._announcer = policy, root.program, announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
         self._has_optional = root.has_optional

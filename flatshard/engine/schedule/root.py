@@ -58,8 +58,7 @@ class Root:
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         self.announcer = Announcer(self.program, talk)
         self._has_agreed = False  # the ranks have compared their current models
-        pool = Pool(Lane("reduce", device))
-        self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
+        self.reduces = Reduces(self, units, Pool(Lane("reduce", device)), policy, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
@@ -187,10 +186,6 @@ class Root:
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
 
-    def is_amid(self, task: int) -> bool:
-        """Whether a backward of this autograd graph task has reached this model, but not yet its root."""
-        return self._end is not None and self.task == task and 0 not in self._done
-
     @property
     def is_nested(self) -> bool:
         """Within a backward: whether a segment is recomputed and differentiated as a separate graph."""
@@ -287,7 +282,8 @@ class Root:
         if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
-        if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
+        in_forward = self.program.running is not Pass.BACKWARD
+        if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
 
     def gather_ahead(self, unit: Unit) -> None:
@@ -366,9 +362,9 @@ class Root:
     def hold(self, units: Sequence[Unit]) -> None:
         """Keep the compute weights of these units as they are."""
         self._check_rest("hold_weights")
-        for unit in units:
-            for group in unit.groups:
-                group.check_hold()
+        for group in [group for unit in units for group in unit.groups if group.by_rows or group.is_extended]:
+            reason = "sharded with rows=True" if group.by_rows else "a tensor subclass, encoded in each gather"
+            raise NotImplementedError(f"hold_weights: '{group.params[0].name}' is {reason}; leave it out")
         self.refresh_order()
         for unit in units:
             for group in unit.groups:
@@ -467,7 +463,8 @@ class Root:
         ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
         staying = one = 0
         for each in (unit, *ahead, other):
-            opening = sum(group.opening_bytes for group in each.groups)
+            # Full weights that are not decoded yet.
+            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
             if each.nests or each.stays:
                 staying += opening
             else:
@@ -584,7 +581,8 @@ def _refuse_forward_within(root: Root) -> None:
 def _refuse_backward_of_two(root: Root) -> None:
     """Raise if a backward that starts also goes through another model with optional units that it may skip."""
     for other in WITH_OPTIONAL:
-        if other is not root and other.is_amid(root.task):
+        # It has reached that model, but not yet its root.
+        if other is not root and other._end is not None and other.task == root.task and 0 not in other._done:
             raise RuntimeError(
                 "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
                 "that skip a unit would launch collectives in another order. Make both submodules of one module and "

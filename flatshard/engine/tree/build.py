@@ -277,8 +277,8 @@ def build_unit(
 ) -> Unit:
     """Shard the parameters below ``modules`` and register hooks. ``find_root``: as of a `Unit`."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
-    borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
-    by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
+    borrowed, by_kind, plain, dims = found = sort_parameters(modules, choices)
+    by_rows = _checked_rows(modules, found, choices) if choices.rows else None
     owner = type(modules[0]).__name__
     groups = [
         _build_group(params, [dims[p] for _, p, _ in params], kind, choices, owner) for kind, params in by_kind.items()
@@ -324,15 +324,9 @@ def build_unit(
     return unit
 
 
-def _checked_rows(
-    modules: Sequence[nn.Module],
-    borrowed: Sequence[Any],
-    by_kind: dict[Kind, list[Named]],
-    dims: dict[nn.Parameter, int],
-    choices: Choices,
-) -> nn.Embedding:
+def _checked_rows(modules: Sequence[nn.Module], found: Sorted, choices: Choices) -> nn.Embedding:
     """The embedding of a unit by rows. Raises if it cannot be one."""
-    module = modules[0]
+    module, (borrowed, by_kind, _, dims) = modules[0], found
     if len(modules) > 1 or not isinstance(module, nn.Embedding):
         raise ValueError(f"rows=True needs one nn.Embedding as the module, not {type(module).__name__}")
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):

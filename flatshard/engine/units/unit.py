@@ -243,16 +243,14 @@ class Unit:
         if call is not None and call.inner is not None and which in call.running:  # `generate` runs its forward
             call.inner += 1
             return self._cast_inputs(args, kwargs)
+        if recompute:
+            root.begin_backward()
         if call is None or not call.goes_on_with(module):
-            if recompute:
-                root.begin_backward()
-            elif root.entry is None or root.entry == self.index:
+            if not recompute and (root.entry is None or root.entry == self.index):
                 root.begin_forward(self)
                 if self.device.type != "cpu":
                     args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
-        elif recompute:
-            root.begin_backward()
         run = call.running[which] = Run(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
@@ -315,8 +313,7 @@ class Unit:
         call.left.discard(which)
         if grads:
             self._await(call)
-        left = call.left
-        if left and root.entry == self.index and self.index:
+        if call.left and root.entry == self.index and self.index:
             call.left.clear()  # a module of a list, called alone: a loss by chunks, for example
         if call.left:
             return

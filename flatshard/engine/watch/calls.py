@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ class Watcher(Protocol):
 
     def inputs_passed(self) -> None:
         """The gradients of one call's inputs are complete."""
+
+
+Owner: TypeAlias = Callable[[], Watcher | None]  # a weak reference to a unit
 
 
 class Call:
@@ -44,12 +47,7 @@ class Call:
     )
 
     def __init__(
-        self,
-        unit: Callable[[], Watcher | None],
-        modules: frozenset[int],
-        forward: int,
-        before: Call | None,
-        recompute: bool,
+        self, unit: Owner, modules: frozenset[int], forward: int, before: Call | None, recompute: bool
     ) -> None:
         """``modules``: of the unit, by id. ``before``: the call that started last."""
         self.unit = unit
@@ -220,9 +218,7 @@ class _InputsPassed(torch.autograd.Function):
 
 
 @_torch.uncompiled
-def _inputs_passed(
-    unit: Callable[[], Watcher | None], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
-) -> None:
+def _inputs_passed(unit: Owner, call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None) -> None:
     found, of = unit(), call()
     if found is None:
         refuse_orphan()
