@@ -36,12 +36,9 @@ class AutoFormats:
                 self._recording = _recording.Recording()
                 self._stop = weakref.finalize(self, self._recording.stop)  # if the model is deleted before the choice
             self._first = len(self._recording.waits)
-        self._record(grads)  # evaluation does not count
-        return False
-
-    def _record(self, on: bool) -> None:
         if self._stop is not None and _recording.active in (None, self._recording):
-            _recording.active = self._recording if on else None
+            _recording.active = self._recording if grads else None  # evaluation does not count
+        return False
 
     def choose(self, root: RootProtocol) -> bool:
         """Choose the formats by what has been measured. All ranks call it, between passes."""

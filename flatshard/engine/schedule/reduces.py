@@ -64,23 +64,18 @@ class Reduces:
 
     # Turns
 
-    @property
-    def counts(self) -> bool:
-        """Whether a group may be reduced when all its gradients have arrived, before the backward leaves its unit.
-
-        On ranks that use different parameters, the gradients arrive before or after an all-gather that other ranks wait
-        for. And reduces that share process groups with all-gathers must keep their place among them.
-        """
-        return self.is_alike and self.pool.lane.own_groups
-
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
         self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
-        """All gradients of a group have arrived."""
-        if self.counts:
+        """All gradients of a group have arrived. It may be reduced before the backward leaves its unit, but not always.
+
+        On ranks that use different parameters, the gradients arrive before or after an all-gather that other ranks wait
+        for. And reduces that share process groups with all-gathers must keep their place among them.
+        """
+        if self.is_alike and self.pool.lane.own_groups:
             self._program.turns.mark(number, over=False)
             self.take_due()
         elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow

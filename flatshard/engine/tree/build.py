@@ -28,7 +28,7 @@ from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.changes import hook_state_dicts
 from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent
-from flatshard.engine.units.unit import RootProtocol, Unit, own, unit_of
+from flatshard.engine.units.unit import Borrowed, FindRoot, Unit, own, unit_of
 from flatshard.engine.weights.codec import is_extended, unfilled
 from flatshard.engine.weights.formats import chosen
 from flatshard.engine.weights.offload import Home
@@ -48,6 +48,7 @@ from flatshard.policy import (
 )
 
 Named = tuple[str, nn.Parameter, list[Site]]
+Sharded = tuple[DBuffer, list[ShardedParam], Initial | None]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
 
@@ -191,9 +192,7 @@ class Kind:
         return resident(found) if self.marked else found
 
 
-def _borrowed(
-    name: str, parameter: nn.Parameter, site: Site, mesh: DeviceMesh
-) -> tuple[ParamGroup, ShardedParam, Site]:
+def _borrowed(name: str, parameter: nn.Parameter, site: Site, mesh: DeviceMesh) -> Borrowed:
     """A parameter of a unit that is tied to that of another unit, which owns it, and its site here."""
     known, unit = parameter.__dict__[OWNER]
     tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
@@ -206,9 +205,7 @@ def _borrowed(
     return group, group.params[index], site
 
 
-Sorted = tuple[
-    list[tuple[ParamGroup, ShardedParam, Site]], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]
-]
+Sorted = tuple[list[Borrowed], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]]
 
 
 def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
@@ -216,7 +213,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
 
     Raises if they cannot be sharded like this; nothing has changed then.
     """
-    borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []
+    borrowed: list[Borrowed] = []
     owned: dict[nn.Parameter, Named] = {}  # each once, with every place where it is registered
     for prefix, module in owned_modules(modules):
         for own_name, parameter in module._parameters.items():
@@ -272,9 +269,7 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
         )
 
 
-def build_unit(
-    modules: Sequence[nn.Module], choices: Choices, find_root: Callable[[Unit, nn.Module], RootProtocol]
-) -> Unit:
+def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRoot) -> Unit:
     """Shard the parameters below ``modules`` and register hooks. ``find_root``: as of a `Unit`."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = found = sort_parameters(modules, choices)
@@ -421,7 +416,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
 
 def _shard_plain(
     params: list[Named], whole: Sequence[torch.Tensor], planned: Layout, kind: Kind, choices: Choices, home: Home
-) -> tuple[DBuffer, list[ShardedParam], Initial | None]:
+) -> Sharded:
     mesh, main_dtype = kind.mesh, choices.precision.main_dtype
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
     has_values = not any(tensor.is_meta for tensor in full)
@@ -442,9 +437,7 @@ def _shard_plain(
     return main, sharded, initial
 
 
-def _shard_extended(
-    named: Sequence[Named], layout: Layout, kind: Kind, choices: Choices, home: Home
-) -> tuple[DBuffer, list[ShardedParam], Initial | None]:
+def _shard_extended(named: list[Named], layout: Layout, kind: Kind, choices: Choices, home: Home) -> Sharded:
     """Shard parameters of a tensor subclass."""
     whole = [_torch.held_of(p).detach() for _, p, _ in named]
     main = unfilled(layout, kind.mesh, kind.placements(choices), whole[0].dtype)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -74,8 +74,11 @@ class RootProtocol(Protocol):
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
     def give_up_broken(self) -> None: ...
-    def reset(self) -> None: ...
     # fmt: on
+
+
+Borrowed: TypeAlias = tuple[ParamGroup, ShardedParam, Site]  # a parameter of another unit, and where it is used
+FindRoot: TypeAlias = Callable[["Unit", nn.Module], RootProtocol]
 
 
 class Unit:
@@ -89,14 +92,14 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         intent: Intent,
-        find_root: Callable[[Unit, nn.Module], RootProtocol],
+        find_root: FindRoot,
         schedule: SchedulePolicy | None = None,
         hooked: bool = True,
     ) -> None:
         """``find_root``: creates the root of a unit that has none, with this module as the root module."""
         self.groups = list(groups)
         self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
-        self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and their sites
+        self.borrowed: list[Borrowed] = []  # those parameters, and their sites
         self.mesh = mesh
         self.device = device
         self.policy = policy

@@ -28,10 +28,9 @@ class Home:
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
-        offloaded = isinstance(policy, CPUOffloadPolicy)
-        host = offloaded and device.type != "cpu"
-        pinned = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
-        return cls(device, host, pinned)
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(device)
+        return cls(device, device.type != "cpu", policy.pin_memory and torch.accelerator.is_available())
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where main weights and gradients are stored."""

@@ -481,9 +481,7 @@ class Decoded(Source):
         self.release()
 
 
-def source_for(
-    main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool = False
-) -> Source:
+def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool) -> Source:
     """Choose the source for these placements, this codec and this home.
 
     ``is_held``: use a copy of main's current values, even if main changes.
