@@ -300,7 +300,7 @@ class ParamGroup:
                 shown.requires_grad = hidden.requires_grad
                 self.gradients.expected += 1 if hidden.requires_grad else -1
             for site in param.sites:
-                if site.slots is not None:  # `put` without a call
+                if site.is_plain:  # `put` without a call
                     site.slots[site.name] = shown
                 else:
                     site.put(shown)

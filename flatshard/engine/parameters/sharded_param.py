@@ -26,21 +26,17 @@ class Site:
 
     module: weakref.ref[nn.Module]
     name: str
-    slots: dict[str, nn.Parameter | None] | None  # the module's own dict, unless it overrides __setattr__ (RNNs do)
+    slots: dict[str, nn.Parameter | None]  # the module's own dict
+    is_plain: bool  # it is written to directly: the module does not override __setattr__ (RNNs do)
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Site:
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        return cls(weakref.ref(module), name, module._parameters if plain else None)
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        return cls(weakref.ref(module), name, module._parameters, is_plain)
 
     def look(self) -> nn.Parameter | None:
         """The object registered there, of any type."""
-        slots = self.slots
-        if slots is None:
-            module = self.module()
-            assert module is not None
-            slots = module._parameters
-        return slots.get(self.name)
+        return self.slots.get(self.name)
 
     def get(self) -> nn.Parameter:
         found = self.look()
@@ -48,7 +44,7 @@ class Site:
         return found
 
     def put(self, parameter: nn.Parameter) -> None:
-        if self.slots is not None:
+        if self.is_plain:
             self.slots[self.name] = parameter
         else:
             module = self.module()
@@ -171,17 +167,13 @@ class Snapshot:
         self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
         self._local_ids = list(map(id, self.locals))
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        self._others: list[tuple[Site, nn.Parameter]] = []
         for param in params:
             for site in param.sites:
                 self.add(site, param.sharded)
 
     def add(self, site: Site, parameter: nn.Parameter) -> None:
         """Check one more site too."""
-        if site.slots is None:
-            self._others.append((site, parameter))
-        else:
-            self._places.append((site.slots, site.name, parameter))
+        self._places.append((site.slots, site.name, parameter))
 
     def has_changed(self) -> bool:
         """Whether a parameter in a module, or its memory, has been replaced. Called once per forward."""
@@ -191,9 +183,6 @@ class Snapshot:
                     return True
         except KeyError:
             return True
-        for site, parameter in self._others:
-            if site.look() is not parameter:
-                return True
         if list(map(id, map(_torch.local_part, self._parameters))) != self._local_ids:
             return True
         return list(map(_torch.storage_id, self._parameters)) != self._storages
