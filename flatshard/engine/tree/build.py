@@ -20,11 +20,9 @@ from flatshard.buffer.groups import group_among
 from flatshard.engine.gradients.gradients import Gradients, GradientScale
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, owner_of, register
-from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, make_params
-from flatshard.engine.parameters.structure import Structure
+from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, Structure, make_params
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.rows.lookup import Rows
+from flatshard.engine.rows import RowGradients, Rows
 from flatshard.engine.units.changes import hook_state_dicts
 from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent

@@ -21,7 +21,7 @@ from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
 from flatshard.engine.program import Pass, Program
-from flatshard.engine.rows.lookup import Rows
+from flatshard.engine.rows import Rows
 from flatshard.engine.units.intent import Intent, Lease
 from flatshard.engine.units.stray_use import explain
 from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed

@@ -1,1 +1,0 @@
-"""Embeddings by rows: ranks exchange rows instead of gathering the table."""
