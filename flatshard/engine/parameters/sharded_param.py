@@ -78,11 +78,6 @@ class Site:
         """The object registered there, of any type."""
         return self.slots.get(self.name)
 
-    def get(self) -> nn.Parameter:
-        found = self.look()
-        assert found is not None
-        return found
-
     def put(self, parameter: nn.Parameter) -> None:
         if self.is_plain:
             self.slots[self.name] = parameter
@@ -163,7 +158,9 @@ class Plain:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.sites[0].get()
+        found = self.sites[0].look()
+        assert found is not None
+        return found
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Move it to the device and the dtype of compute."""

@@ -13,7 +13,7 @@ from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
-from flatshard.engine.units.unit import RootProtocol, Unit
+from flatshard.engine.units.unit import RootProtocol, Unit, units_with
 from flatshard.layout import is_sharded
 from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
 
@@ -121,11 +121,8 @@ class Reduces:
 
     def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
         """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
-        for ref in (group.owner, *group.borrowers) if group.borrowers else ():
-            unit: Unit | None = None if ref is None else ref()
-            if unit is not None and unit.root is not self._root() and (unit.is_awaited or not unit.intent.reduces):
-                return True
-        return False
+        others = [unit for unit in units_with(group) if unit.root is not self._root()] if group.borrowers else ()
+        return any(unit.is_awaited or not unit.intent.reduces for unit in others)
 
     def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:
         """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""

@@ -127,9 +127,8 @@ def _materialize_unit(
 
 
 def _value(param: ShardedParam, device: torch.device) -> torch.Tensor:
-    if not param.sites:  # another parameter has taken its place
-        return torch.zeros(param.sharded.shape, dtype=param.sharded.dtype, device=device)
-    return param.sites[0].get().data
+    found = param.sites[0].look() if param.sites else None  # None: another parameter has taken its place
+    return torch.zeros(param.sharded.shape, dtype=param.sharded.dtype, device=device) if found is None else found.data
 
 
 def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:

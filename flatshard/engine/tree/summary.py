@@ -195,7 +195,7 @@ def _check_group(group: ParamGroup, unit: str) -> None:
         )
         assert local.numel() == 0 or local.data_ptr() == view.data_ptr(), f"{where} does not lie in its main buffer"
         shown = param.full if group.is_full else param.sharded
-        assert all(site.get() is shown for site in param.sites), f"{where} was replaced in its module"
+        assert all(site.look() is shown for site in param.sites), f"{where} was replaced in its module"
         if local.numel():
             start = (local.data_ptr() - base) // local.element_size()
             taken.append((start, start + local.numel(), param.name))

@@ -692,8 +692,7 @@ class Unit:
 
 def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
     """The leases of other units that share a group with this one."""
-    others = [ref() for ref in (group.owner, *group.borrowers) if ref is not None]
-    return {lease for other in others if other is not None and other is not unit for lease in other.leases}
+    return {lease for other in units_with(group) if other is not unit for lease in other.leases}
 
 
 def _gradient_arrives(unit: weakref.ref[Unit], index: int, is_complete: bool) -> None:
@@ -717,6 +716,11 @@ def unit_of(module: nn.Module) -> Unit | None:
 def own(module: nn.Module, unit: Unit) -> None:
     """Register a unit for `unit_of`."""
     module.__dict__[_UNIT] = unit
+
+
+def units_with(group: ParamGroup) -> list[Unit]:
+    """The unit that owns a group, and those whose modules share some of its parameters, while they exist."""
+    return [unit for ref in (group.owner, *group.borrowers) if ref is not None and (unit := ref()) is not None]
 
 
 def unit_with(group: ParamGroup) -> Unit | None:

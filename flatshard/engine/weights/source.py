@@ -1,7 +1,7 @@
 """Where the full weights of a group come from: one class per way, chosen once by `source_for`.
 
 `OfMain`      main itself: every rank has all of it, in the compute dtype
-`OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
+`Compute`     persistent compute weights, of which every rank has all; refreshed from main after a step
 `Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
               in a backward from shards on a smaller mesh, if the forward has left some there
 `FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
@@ -141,16 +141,18 @@ class _Turned:
             self._pool.release(flat)
 
 
-class Compute:
+class Compute(Source):
     """Persistent compute weights: less sharded than main, and refreshed from it when they are stale.
 
+    A source itself if this rank has all of them; otherwise `Gathered` gathers from them.
     With a codec that encodes, they are the bytes to be sent, unless this rank has all of them: then they are decoded.
     Weights that are sharded on another dim than 0 are reordered in place.
     """
 
+    is_resident = True
+
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
         self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
-        self.buffer: DBuffer | None = None
         self.is_stale = True
         self._in_use: list[DBuffer] = []  # by the refresh on its way
         self.done = DONE  # when they are up to date
@@ -191,7 +193,17 @@ class Compute:
             self.is_stale = False
             return buffer, self.done
 
-    def whole(self, index: int) -> torch.Tensor:
+    @property
+    def compute(self) -> Compute:  # type: ignore[override]
+        return self
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        return self.refresh(pool, name)[1]
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._whole(index).data
+
+    def _whole(self, index: int) -> torch.Tensor:
         """A weight, where this rank has all of them."""
         assert self.buffer is not None
         if index not in self._turned:
@@ -203,7 +215,7 @@ class Compute:
         assert self.buffer is not None
         for index in self._turned:
             run = self.buffer.run_of(index).clone()
-            for part, whole in turns(self._main.layout, index, run, self.whole(index)):
+            for part, whole in turns(self._main.layout, index, run, self._whole(index)):
                 whole.copy_(part)
 
     @property
@@ -211,33 +223,12 @@ class Compute:
         """Whether the next refresh communicates."""
         return self.is_stale and self._placement != self._main.placements
 
-    def read(self) -> None:
+    def open(self) -> None:
         """The last refresh has been waited for."""
         self._in_use = []
 
-
-class OfCompute(Source):
-    is_resident = True
-
-    def __init__(self, compute: Compute) -> None:
-        self.compute = self._weights = compute
-
-    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self.buffer, refreshed = self._weights.refresh(pool, name)
-        return refreshed
-
-    def full(self, index: int) -> torch.Tensor:
-        return self._weights.whole(index).data
-
-    @property
-    def launches(self) -> bool:
-        return self._weights.launches
-
-    def open(self) -> None:
-        self._weights.read()
-
     def mark_stale(self) -> None:
-        self._weights.is_stale = True
+        self.is_stale = True
 
 
 class Gathered(Source):
@@ -338,7 +329,7 @@ class Gathered(Source):
 
     def release(self) -> None:
         if self.compute is not None:
-            self.compute.read()
+            self.compute.open()
         if self.buffer is not None and self._pool is not None:
             self._pool.release(self.buffer.local)
         if self._turned is not None:
@@ -489,10 +480,10 @@ def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)
-        return OfCompute(encoded) if everywhere else FromBytes(main, codec, home, encoded)
+        return encoded if everywhere else FromBytes(main, codec, home, encoded)
     if is_held or placements.parameter != placements.optimizer:
         compute = Compute(main, codec, home, placements)
-        return OfCompute(compute) if everywhere else Gathered(main, codec, home, compute)
+        return compute if everywhere else Gathered(main, codec, home, compute)
     if everywhere and codec.sends_main and not home.host:
         return OfMain(main)
     return Gathered(main, codec, home, None)
