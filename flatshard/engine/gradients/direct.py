@@ -40,7 +40,7 @@ class Destined(nn.Parameter):
     def grad_added_to_main_grad(self) -> bool:
         """Whether a kernel has written this parameter's gradient; autograd's gradient for it is then ignored."""
         gradients, index = destination(self)
-        return index in gradients.kernels.alone
+        return gradients.kernels.written.get(index, False)
 
     @grad_added_to_main_grad.setter
     def grad_added_to_main_grad(self, value: bool) -> None:

@@ -249,11 +249,11 @@ class Gradients:
 
     def _join_written(self, direct: Direct, gradients: Given) -> list[torch.Tensor | None]:
         """Make gradients written by kernels an unreduced buffer, with others in it; returns what is left to add."""
-        self._used |= direct.written
-        left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
+        self._used |= direct.written.keys()
+        left = [None if direct.written.get(index) else gradient for index, gradient in enumerate(gradients)]
         if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
             turned = self.layout.turned
-            fill(direct.staging, left, turned, direct.written)
+            fill(direct.staging, left, turned, direct.written.keys())
             self._unreduced = direct.staging
             left = [gradient if index in turned else None for index, gradient in enumerate(left)]
         self._drop_written()

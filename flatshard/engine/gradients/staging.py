@@ -72,22 +72,19 @@ class Direct:
 
     def __init__(self) -> None:
         self.staging: DBuffer | None = None
-        self.written: set[int] = set()
-        self.alone: set[int] = set()  # of those, the ones for which autograd's gradient is to be ignored
+        self.written: dict[int, bool] = {}  # and whether autograd's gradient for it is to be ignored
         self._cleared: set[int] = set()
 
     def wrote(self, index: int, alone: bool = False) -> None:
         """A kernel has written a gradient. ``alone``: ignore the gradient that autograd computes for it."""
-        self.written.add(index)
-        if alone:
-            self.alone.add(index)
+        self.written[index] = alone or self.written.get(index, False)
 
     def view(self, index: int, clear: bool, make: Callable[[], DBuffer]) -> torch.Tensor:
         """The place of a gradient. Its values are undefined, or zero with ``clear``, until it has been written."""
         if self.staging is None:
             self.staging = make()
         view = self.staging.local_view(index)
-        if clear and index not in self._cleared | self.written:
+        if clear and index not in self._cleared | self.written.keys():
             view.zero_()
             self._cleared.add(index)
         return view

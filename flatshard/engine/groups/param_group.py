@@ -55,11 +55,8 @@ class ParamGroup:
         forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
         they were sharded.
         """
-        self.params = params
+        self.params, self.placements, self.policy, self.home = params, placements, policy, home
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
-        self.placements = placements
-        self.policy = policy
-        self.home = home
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
         # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
@@ -147,7 +144,7 @@ class ParamGroup:
         # Device memory that the full weights take, beyond what rests on this rank anyway.
         layout = self.layout
         numel = layout.buffer_numel(layout.num_shards) + sum(layout.slots[index].numel for index in layout.turned)
-        self.gathered_bytes = 0 if self.is_resident else numel * self.codec.dtype.itemsize
+        self.gathered_bytes = 0 if self.source.is_resident else numel * self.codec.dtype.itemsize
         self.ticket = self._refreshed = None
         for param in self.params:
             param.full = None
@@ -169,11 +166,6 @@ class ParamGroup:
         """
         versions = [local._version for local in self.snapshot.locals]
         return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.params])
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether this rank holds the full weights between passes: nothing is gathered for a pass."""
-        return self.source.is_resident
 
     @property
     def arriving_bytes(self) -> int:

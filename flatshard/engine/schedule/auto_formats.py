@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flatshard import _recording
 from flatshard.engine.units.intent import Lease
-from flatshard.engine.units.unit import RootProtocol, Unit
+from flatshard.engine.units.unit import RootProtocol
 
 _WARMUP = 2  # steps before the one that is measured: the first has no prefetch
 # Seconds per step and weight. Encoding once and decoding twice read and write about 10 bytes of device memory.
@@ -42,8 +42,11 @@ class AutoFormats:
 
     def choose(self, root: RootProtocol) -> bool:
         """Choose the formats by what has been measured. All ranks call it, between passes."""
-        if self._recording is None or any(map(_must_stay, root.units)):
+        if self._recording is None:
             return False
+        for unit in root.units:  # does somebody read the weights as they are now?
+            if Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups):
+                return False
         if self._stop is not None:
             self._stop()
         exposed = self._recording.gather_waits(self._first, root)
@@ -55,8 +58,3 @@ class AutoFormats:
                 is_exposed = weights > 0 and 1e-9 * nanoseconds > _COST * weights
                 root.set_precision([unit], replace(unit.policy, gather_format="int8" if is_exposed else None))
         return True
-
-
-def _must_stay(unit: Unit) -> bool:
-    """Whether somebody reads the weights as they are now."""
-    return Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups)

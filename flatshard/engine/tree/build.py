@@ -23,8 +23,8 @@ from flatshard.engine.groups.registry import OWNER, owner_of, register
 from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, Structure, make_params
 from flatshard.engine.parameters.values import Initial
 from flatshard.engine.rows import RowGradients, Rows
+from flatshard.engine.tree.unit_classes import EntryPoints
 from flatshard.engine.units.changes import hook_state_dicts
-from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.unit import Borrowed, FindRoot, Unit, own, unit_of
 from flatshard.engine.weights.codec import is_extended, unfilled
@@ -54,18 +54,16 @@ NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules a
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules below ``roots`` that no nested unit owns, with their names from their root down."""
     seen: set[nn.Module] = set()
-    for root in roots:
-        yield from _walk("", root, seen)
-
-
-def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    yield name, module
-    for child_name, child in module.named_children():
-        if unit_of(child) is None and not _torch.is_replicated(child):
-            yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
+    left = [("", root) for root in reversed(roots)]
+    while left:
+        name, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module
+        for child_name, child in reversed(list(module.named_children())):
+            if unit_of(child) is None and not _torch.is_replicated(child):
+                left.append((f"{name}.{child_name}" if name else child_name, child))
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
@@ -277,7 +275,9 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
         _build_group(params, [dims[p] for _, p, _ in params], kind, choices, owner) for kind, params in by_kind.items()
     ]
     for _, module in owned_modules(modules):
-        _move_buffers(module, choices.device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != choices.device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(choices.device)
         _torch.mark_managed(module)
     reshard, park = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
@@ -458,12 +458,6 @@ def _shard_extended(named: list[Named], layout: Layout, kind: Kind, choices: Cho
     for param, made_of in zip(params, structures):
         param.made_of = made_of
     return main, params, None
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-            module._buffers[name] = buffer.to(device)
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:

@@ -150,7 +150,7 @@ def _formats(formats: Formats) -> str:
 
 
 def _kept(unit: Unit, group: ParamGroup, keeps: bool) -> str:
-    if group.is_resident:
+    if group.source.is_resident:
         return "always"
     if unit.rows is not None:
         return "by rows"

@@ -100,16 +100,12 @@ class Unit:
         self.groups = list(groups)
         self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
         self.borrowed: list[Borrowed] = []  # those parameters, and their sites
-        self.mesh = mesh
-        self.device = device
-        self.policy = policy
-        self.intent = intent
+        self.mesh, self.device, self.policy, self.intent = mesh, device, policy, intent
         self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
         # contains an embedding may also multiply by its weights.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
-        self._find_root = find_root
-        self.schedule = schedule
+        self._find_root, self.schedule = find_root, schedule
         self.choices: Any = None  # the arguments of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process

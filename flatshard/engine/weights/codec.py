@@ -98,7 +98,12 @@ class Extension:
         """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
         local = self._on_device()
         stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
-        context = (self._shard_mesh(), self._shape, stride, module, self._policy)
+        mesh, names = self._mesh, self._mesh.mesh_dim_names
+        if mesh.ndim > 1:
+            if names is None:
+                raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
+            mesh = mesh[names[-1]]
+        context = (mesh, self._shape, stride, module, self._policy)
         before = self._methods(local)[0]
         count = len(inspect.signature(before).parameters)
         if count not in (1, len(context)):
@@ -157,14 +162,6 @@ class Extension:
                 "before fully_shard, use a plain tensor, or replicate it with flatshard.no_shard"
             )
         return before, after
-
-    def _shard_mesh(self) -> DeviceMesh:
-        if self._mesh.ndim == 1:
-            return self._mesh
-        names = self._mesh.mesh_dim_names
-        if names is None:
-            raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
-        return self._mesh[names[-1]]
 
 
 class Composed(Extension):
