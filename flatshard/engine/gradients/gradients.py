@@ -102,7 +102,7 @@ class Gradients:
         self._room = len(self.params) * max(stage.room for stage in self._stages)
         self._derive()
         known: MainGrads | None = self.__dict__.get("main_grads")
-        if known is None or known.dtype != self.grad_dtype:
+        if known is None or known.dtype != self.grad_dtype or known.room < self._room:
             self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
             if known is not None:
                 self.main_grads.take_settings(known)

@@ -38,7 +38,7 @@ class MainGrads:
         self, params: Sequence[ShardedParam], main: DBuffer, dtype: torch.dtype, home: Home, room: int = 0
     ) -> None:
         """``room``: the number of additional elements at the end of the buffer, for use counts."""
-        self.params, self.main, self.dtype, self.home, self._room = params, main, dtype, home, room
+        self.params, self.main, self.dtype, self.home, self.room = params, main, dtype, home, room
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
@@ -172,8 +172,8 @@ class MainGrads:
 
     def _make(self) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
-        local = self.home.empty(self._numel + self._room, self.dtype)
-        buffer = self.buffer = self.main.like(local[: self._numel] if self._room else local)
+        local = self.home.empty(self._numel + self.room, self.dtype)
+        buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
             buffer.local.zero_()
         if self._places is None:
