@@ -303,7 +303,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
         raise ValueError(f"microbatch: no parameter of {type(module).__name__} is sharded; call fully_shard first")
     before = [(unit.is_first, unit.is_last) for unit in units]
     for unit in units:
-        unit.is_first, unit.is_last = is_first, is_last
+        unit.set_batch(is_first, is_last)
         for group in unit.groups if is_first else ():
             if not group.is_full:
                 group.renew()  # a later micro-batch may be the first that uses them
@@ -316,7 +316,7 @@ def microbatch(module: nn.Module, *, is_first: bool = True, is_last: bool = True
                     root.reduces.flush(units)
     finally:
         for unit, (first, last) in zip(units, before):
-            unit.is_first, unit.is_last = first, last
+            unit.set_batch(first, last)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

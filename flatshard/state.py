@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from flatshard import _torch
-from flatshard.engine.groups.names import Names
+from flatshard.engine.groups.changes import Names
 from flatshard.engine.schedule.root import Root, root_of
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Unit

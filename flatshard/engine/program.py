@@ -168,11 +168,6 @@ class Program:
         upcoming[: len(passed) + 1] = later
         return [other for other in passed if other not in later]
 
-    @property
-    def is_halfway(self) -> bool:
-        """Whether the running pass has needed more than half of all units."""
-        return 2 * len(self.needed) > len(self._parents)
-
     def before(self, unit: int) -> list[int]:
         """Units that are expected before this one and that the running pass has not needed."""
         return self.upcoming[: self.upcoming.index(unit)] if unit in self.upcoming else []

@@ -81,7 +81,7 @@ class DryRun:
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
         for self._is_noting, is_last in passes:
             for unit in self._units:
-                unit.is_last = is_last
+                unit.set_batch(True, is_last)
             for group in (group for unit in self._groups for group in unit):
                 group.gathers = 0
             self._root(torch.zeros(1)).sum().backward()
@@ -94,7 +94,7 @@ class DryRun:
         for number in range(passes):
             self.is_last = number == passes - 1
             for unit in self._units:
-                unit.is_first, unit.is_last = number == 0, self.is_last
+                unit.set_batch(number == 0, self.is_last)
             began = clock.marks
             self._root(torch.zeros(1)).sum().backward()
             if number == 1:
@@ -268,7 +268,7 @@ class _Gradients(Gradients):
         self._group, self._accumulates = group, setup.microbatches > 1
         self.params, self.placements = group.params, group.placements
         self.expected = sum(member.sharded.requires_grad for member in self.params)
-        self.on_complete = self.direct = None
+        self.on_arrival = self.direct = None
         self.main_grads = self  # type: ignore[assignment]
         self._arrived = set()
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import SchedulePolicy, fully_shard
 from flatshard.buffer import Lane, Ticket
-from flatshard.engine.schedule.keep import gathered_bytes
 from flatshard.engine.schedule.root import Root
+from flatshard.engine.tree.roots import gathered_bytes
 from flatshard.engine.units.unit import unit_of
 
 DIM, DEPTH = 6, 4

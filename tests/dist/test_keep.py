@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import SchedulePolicy, fully_shard, microbatch, summary
-from flatshard.engine.schedule.keep import gathered_bytes
+from flatshard.engine.tree.roots import gathered_bytes
 from flatshard.engine.units.unit import unit_of
 from tests.dist.test_counts import BLOCKS, DIM, ROOT, Chain, Counter, rows
 

@@ -169,7 +169,7 @@ def _trainable(rank, world, case, layout):
     assert refreshes == (0 if not sharded_state else 2 if outer == "optim" else 1)
     assert names.count("refresh blocks.1") == refreshes
     assert names.count("blocks.1") == 0
-    assert marked.is_resident
+    assert marked.source.is_resident
     assert marked.main.local.numel() == marked.layout.buffer_numel(1)
     assert marked.layout.num_shards == (1 if not sharded_state else 4 if outer == "optim" else 2)
     rows = {row.unit: row for row in flatshard.summary(model).rows}
@@ -177,8 +177,8 @@ def _trainable(rank, world, case, layout):
     if strategy == "optim_grads_params":
         assert rows["blocks.0"].kept == "no"
         gain = next(g for g in unit_of(model).groups if [m.name for m in g.params] == ["gain"])
-        assert gain.is_resident
-        assert [g.is_resident for g in unit_of(model).groups].count(True) == 1
+        assert gain.source.is_resident
+        assert [g.source.is_resident for g in unit_of(model).groups].count(True) == 1
 
 
 @pytest.mark.parametrize("case", some([*STRATEGIES[1::2], STRATEGIES[8]]), ids=str)
@@ -207,7 +207,7 @@ def _meta(rank, world, strategy):
     assert model.encoder[0].weight is model.encoder[2].weight
     assert model.encoder[0].weight.dtype == torch.bfloat16
     assert not model.encoder[0].weight.requires_grad
-    assert unit_of(model.blocks[1]).groups[0].is_resident
+    assert unit_of(model.blocks[1]).groups[0].source.is_resident
     values = [full(p) if hasattr(p, "full_tensor") else p for p in model.parameters()]
     model(torch.ones(2, DIM)).float().sum().backward()
     assert all((p.grad is None) != p.requires_grad for p in model.parameters())
@@ -241,7 +241,7 @@ def _too_late(rank, world):
     with pytest.raises(ValueError, match="already sharded"):
         no_shard(partly)
     fully_shard(partly)  # the refused call has marked nothing
-    assert not unit_of(partly).groups[0].is_resident
+    assert not unit_of(partly).groups[0].source.is_resident
     assert not any(row.kept == "always" for row in flatshard.summary(model).rows)
 
 

@@ -96,7 +96,7 @@ def at_rest(model: nn.Module, evaluated: bool) -> None:
             assert not group.gradients.has_partial
             assert not group.gradients.waiting
             assert evaluated or not group.is_full
-            assert evaluated or group.is_resident or group.ticket is None
+            assert evaluated or group.source.is_resident or group.ticket is None
     flatshard.check_buffers(model)
 
 

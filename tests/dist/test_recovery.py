@@ -34,7 +34,7 @@ def at_rest(model):
             assert not group.is_full
             assert not group.gradients.waiting
             assert not group.gradients.has_partial
-            assert group.is_resident or group.ticket is None
+            assert group.source.is_resident or group.ticket is None
 
 
 def bomb(module, args, output):

@@ -17,7 +17,7 @@ def _check_storage(model):
     for module in model.modules():
         unit = unit_of(module)
         for group in unit.groups if unit else ():
-            assert all(member.sites[0].get() is member.sharded for member in group.params)
+            assert all(member.sites[0].look() is member.sharded for member in group.params)
 
 
 def _meta_then_to_empty(rank, world):

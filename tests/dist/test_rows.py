@@ -87,7 +87,7 @@ def _equals(rank, world, sizes, told):
     made, micro, sync, texts = (told.pop(*pair) for pair in (("model", {}), ("micro", 1), ("sync", True), ("texts", 1)))
     mesh = init_device_mesh("cpu", sizes)
     if told.pop("even", False):  # as captured steps look up
-        with mock.patch("flatshard.engine.rows.lookup.capturing", return_value=True):
+        with mock.patch("flatshard.engine.rows.capturing", return_value=True):
             return _equals(rank, world, sizes, told | {"model": made, "micro": micro, "sync": sync, "texts": texts})
     plain, model = _model(**made), _shard(_model(**made), mesh=mesh, **told)
     factor = world if told.get("gradient_scale") == "sum" else 1

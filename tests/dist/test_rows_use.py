@@ -155,7 +155,7 @@ def _tied(rank, world):
 def _even_and_beyond(rank, world):
     """As captured steps look up."""
     fully_shard(embed := nn.Embedding(VOCAB, 4), rows=True)
-    with mock.patch("flatshard.engine.rows.lookup.capturing", return_value=True):
+    with mock.patch("flatshard.engine.rows.capturing", return_value=True):
         for token in (-1, VOCAB):
             with pytest.raises(IndexError, match=f"token id {token} is out of range for embedding .* of {VOCAB} rows"):
                 embed(torch.tensor([token, 3]))

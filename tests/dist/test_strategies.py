@@ -163,7 +163,7 @@ def _bytes(rank, world, case):
                 share = everything if strategy != "optim_grads_params" else 2 * group.layout.buffer_numel(mesh.size(0))
                 assert group.source.compute.buffer.local.nbytes == share
             assert not group.gradients.has_partial
-            assert group.is_resident or group.source.buffer.local.untyped_storage().nbytes() == 0
+            assert group.source.is_resident or group.source.buffer.local.untyped_storage().nbytes() == 0
     return [group.layout.num_shards for _, unit in units_below(model) for group in unit.groups]
 
 

@@ -398,6 +398,23 @@ def test_formats_can_be_switched_between_steps(ranks):
     ranks(2, _switch)
 
 
+def _switch_off(rank, world):
+    """A plain reduce over the outer axis needs room behind the gradients, which an encoded one does not."""
+    tokens, found = next(iter(batches(1, 4))), []
+    for first in (policy(reduce_format=("int8", "int8")), MixedPrecisionPolicy()):
+        net = sharded([2, world // 2], mp_policy=first)
+        step(net, tokens)
+        net.zero_grad()
+        net.set_mp_policy(MixedPrecisionPolicy())
+        step(net, tokens)
+        found.append([parameter.grad.full_tensor() for parameter in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_formats_of_both_axes_can_be_switched_off(ranks):
+    ranks(4, _switch_off)
+
+
 def _what_graphs_take_for_granted(rank, world):
     net = sharded([world])
     step(net, next(iter(batches(1, 4))))

@@ -191,7 +191,7 @@ def _meta(rank, world):
 def _gathered(model):
     groups = [group for group in unit_of(model).groups if group.is_extended]
     assert len(groups) == 1  # both matrices, which travel together
-    owned = [tensor for group in groups for each in group.codec._each for tensor in each._owned]
+    owned = [tensor for group in groups for each in group.source.each for tensor in each._owned]
     return [tensor.untyped_storage() for tensor in (*groups[0].source.wire, *owned)]
 
 

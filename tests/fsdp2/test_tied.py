@@ -69,7 +69,9 @@ def _trains(rank, world, keeper, reshard, recompute, strategy, micro):
         with torch.no_grad():
             torch.testing.assert_close(model(tokens), reference(tokens))
         if reshard is not False:
-            assert not any(group.ticket is not None and not group.is_resident for group in unit_of(model.head).needs)
+            assert not any(
+                group.ticket is not None and not group.source.is_resident for group in unit_of(model.head).needs
+            )
     check_buffers(model)
     reference.double()
     model.double()

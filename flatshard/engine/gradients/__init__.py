@@ -1,4 +1,1 @@
-"""From the gradients that autograd computes to the reduced gradients that an optimizer reads.
-
-Uses buffers, lanes and pools.
-"""
+"""From the gradients that autograd computes to the reduced gradients that an optimizer reads."""

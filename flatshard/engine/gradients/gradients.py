@@ -25,12 +25,9 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
-from flatshard.engine.gradients.direct import Direct, fill
-from flatshard.engine.gradients.main_grads import MainGrads, has_gaps
-from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, stages_to, sum_dtype
-from flatshard.engine.gradients.staging import add_to, fill_runs, sole_owners
-from flatshard.engine.gradients.uses import Uses
-from flatshard.engine.parameters.hooks import call_finished, change_gradients
+from flatshard.engine.gradients.main_grads import MainGrads, call_finished, change_gradients, has_gaps
+from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, Uses, stages_to, sum_dtype
+from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.codec import as_plain
 from flatshard.engine.weights.formats import Formats
@@ -59,12 +56,7 @@ class Gradients:
         home: Home,
         formats: Formats,
     ) -> None:
-        self.params = params
-        self.home = home
-        self.main = main
-        self.placements = placements
-        self.grad_dtype = policy.grad_of(main.dtype, compute)
-        self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self.params, self.main, self.placements, self.home = params, main, placements, home
         self.scale: GradientScale = "mean"
         self.sums_only = False  # collectives add; the mean is taken afterwards
         self.counts_unused = False  # a missing gradient is one of zero, and is shown
@@ -73,22 +65,21 @@ class Gradients:
         # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
         self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
-        self.on_complete: Callable[[], None] | None = None  # called when all expected ones have arrived, if watched
-        self.on_first: Callable[[], None] | None = None  # called when one arrives and none has, if watched
+        # If watched: called when one arrives and none has, with False, and when all expected ones have, with True.
+        self.on_arrival: Callable[[bool], None] | None = None
         self._arrived: set[int] = set()  # of those watched
         # Per segment, the tensor that fills it, if there is one, and its elements.
         sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
         self._segments = list(zip(sole_owners(main.layout), sizes))
-        self._set_stages(formats)
-        # As many of them as there are axes that gradients rest reduced over.
+        # As many stages as there are axes that gradients rest reduced over.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._rested = DONE  # when the last reduce into it is over
         self._used: set[int] = set()  # params that have had a gradient in backwards that stopped short of final
         self._uses = Uses(len(params))
-        self.main_grads = MainGrads(params, main, self.grad_dtype, home, self._room)
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
+        self.set_dtypes(policy, compute, formats)
 
     def ask(self, **told: object) -> None:
         """Replace settings of the reduces, given as attributes."""
@@ -97,26 +88,24 @@ class Gradients:
 
     def take_settings(self, other: Gradients) -> None:
         """Copy the settings of the object that this one replaces."""
-        names = ("on_complete", "on_first", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
+        names = ("on_arrival", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
         self.ask(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
-        self.main_grads.is_decoupled, self.main_grads.kept = other.main_grads.is_decoupled, other.main_grads.kept
+        self.main_grads.take_settings(other.main_grads)
 
     def set_dtypes(self, policy: MixedPrecisionPolicy, compute: torch.dtype, formats: Formats) -> None:
-        """Reduce and keep gradients in the dtypes of another policy; ``compute`` is the dtype of full parameters."""
-        before, self.grad_dtype = self.grad_dtype, policy.grad_of(self.main.dtype, compute)
+        """Reduce and keep gradients in the dtypes of a policy; ``compute`` is the dtype of full parameters."""
+        self.grad_dtype = policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
-        self._set_stages(formats)
-        if self.grad_dtype != before:
-            known = self.main_grads
-            self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
-            self.main_grads.is_decoupled, self.main_grads.kept = known.is_decoupled, known.kept
-
-    def _set_stages(self, formats: Formats) -> None:
         self._stages = self._plan(formats)
         # Elements behind reduced gradients, for what is told of uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
         self._derive()
+        known: MainGrads | None = self.__dict__.get("main_grads")
+        if known is None or known.dtype != self.grad_dtype or known.room < self._room:
+            self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
+            if known is not None:
+                self.main_grads.take_settings(known)
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
@@ -172,11 +161,11 @@ class Gradients:
 
     def arrived(self, index: int) -> None:
         """Autograd has set the gradient of a full parameter; reentrant checkpointing may do so more than once."""
-        if not self._arrived and self.on_first is not None:
-            self.on_first()
+        if not self._arrived and self.on_arrival is not None:
+            self.on_arrival(False)
         self._arrived.add(index)
-        if len(self._arrived) == self.expected and self.on_complete is not None:
-            self.on_complete()
+        if len(self._arrived) == self.expected and self.on_arrival is not None:
+            self.on_arrival(True)
 
     def take(self) -> list[torch.Tensor | None]:
         """Remove the gradients that have arrived from the full parameters, and return them."""
@@ -215,15 +204,16 @@ class Gradients:
     def drop(self) -> None:
         """Drop gradients that have arrived and are not reduced."""
         self.take()
-        if self.direct is not None:
-            self.direct.drop()
+        self._drop_written()
 
     def drop_partial(self) -> None:
         """Also drop gradients that earlier backwards left unreduced."""
         self._unreduced = self._resting = None
         self._used.clear()
-        if self.direct is not None:
-            self.direct.drop()
+        self._drop_written()
+
+    def _drop_written(self) -> None:
+        self.direct = None if self.direct is None else Direct()
 
     def goal(self, asked: Goal) -> Goal:
         """How far the gradients of this group are reduced for this request."""
@@ -257,16 +247,16 @@ class Gradients:
             self._reduce_to_final(gradients, reduction, is_last)
         return reduction
 
-    def _join_written(self, direct: Direct, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _join_written(self, direct: Direct, gradients: Given) -> list[torch.Tensor | None]:
         """Make gradients written by kernels an unreduced buffer, with others in it; returns what is left to add."""
-        self._used |= direct.written
-        left = [None if index in direct.alone else gradient for index, gradient in enumerate(gradients)]
+        self._used |= direct.written.keys()
+        left = [None if direct.written.get(index) else gradient for index, gradient in enumerate(gradients)]
         if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
             turned = self.layout.turned
-            fill(direct.staging, left, turned, direct.written)
+            fill(direct.staging, left, turned, direct.written.keys())
             self._unreduced = direct.staging
             left = [gradient if index in turned else None for index, gradient in enumerate(left)]
-        direct.drop()
+        self._drop_written()
         return left
 
     def _unwritten(self) -> DBuffer:
@@ -279,7 +269,7 @@ class Gradients:
 
     # Stopping short
 
-    def _add_unreduced(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_unreduced(self, gradients: Given) -> None:
         if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
             self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
@@ -288,7 +278,7 @@ class Gradients:
             )
         add_to(self._unreduced, gradients)
 
-    def _reduce_to_rest(self, gradients: Sequence[torch.Tensor | None], reduction: Reduction) -> None:
+    def _reduce_to_rest(self, gradients: Given, reduction: Reduction) -> None:
         pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
         resting, fresh = self._resting, self._resting is None
         if resting is None:
@@ -303,11 +293,9 @@ class Gradients:
 
     # Going all the way
 
-    def _reduce_to_final(
-        self, gradients: Sequence[torch.Tensor | None], reduction: Reduction, is_last: bool = False
-    ) -> None:
+    def _reduce_to_final(self, gradients: Given, reduction: Reduction, is_last: bool = False) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
-        own, had_grad, changed, finished = self.main_grads.couple_for_launch()
+        had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
         used, factor, asked = sorted(self._used), self._factor, list[int]()
         # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
@@ -354,14 +342,13 @@ class Gradients:
             elif self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
         self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
-        if own is not None:
-            self.main_grads.uncouple(own)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
             reduction.then = functools.partial(call_finished, self.params, mine)
         if noted is not None:
             self.main_grads.open.update(asked)
-            reduction.asks = functools.partial(self._learn, asked, noted)
+            answer = functools.partial(self._uses.answer, noted, asked)
+            reduction.asks = functools.partial(self.main_grads.close, asked, answer)
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
@@ -388,10 +375,6 @@ class Gradients:
             assert noted is not None
             known.update(self._uses.answer(noted, asked))
         return [index for index in hooked if index in known]
-
-    def _learn(self, asked: Sequence[int], noted: torch.Tensor) -> None:
-        """After the reduce has been waited for: set the gradients of params that other ranks have used."""
-        self.main_grads.close(asked, self._uses.answer(noted, asked))
 
     def _through(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
@@ -424,9 +407,7 @@ class Gradients:
 
     # The input of a reduce
 
-    def _inputs(
-        self, gradients: Sequence[torch.Tensor | None], pool: Pool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _inputs(self, gradients: Given, pool: Pool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per non-empty segment, the full-size input of the reduce; and tensors to keep until it has ended."""
         held = [gradient for gradient in gradients if gradient is not None]
         before = self._before

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DBuffer, Lane
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.offload import Home
 
@@ -29,15 +30,15 @@ class MainGrads:
     They are created for each step. Once ``.grad`` of all parameters is None, `rest` drops them, and the next backward
     creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or replaced.
 
-    Decoupled gradients are set as ``decoupled_grad``, and as ``.grad`` only during a launch. Between `hide` and
-    `unhide` parameters have no gradients: they are ``kept`` in this object.
+    Decoupled gradients are set as ``decoupled_grad`` instead of ``.grad``. Between `hide` and `unhide` parameters have
+    no gradients: they are ``kept`` in this object.
     """
 
     def __init__(
         self, params: Sequence[ShardedParam], main: DBuffer, dtype: torch.dtype, home: Home, room: int = 0
     ) -> None:
         """``room``: the number of additional elements at the end of the buffer, for use counts."""
-        self.params, self.main, self.dtype, self.home, self._room = params, main, dtype, home, room
+        self.params, self.main, self.dtype, self.home, self.room = params, main, dtype, home, room
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.in_flight = 0  # reduces that write here
@@ -98,28 +99,42 @@ class MainGrads:
     def unhide(self) -> None:
         """Set gradients on parameters again, including those of the meantime."""
         kept, self.kept = self.kept or [], None
-        for param, grad in zip(self.params, kept):
-            if grad is not None and self.is_decoupled:
-                setattr(param.sharded, DECOUPLED, grad)
-            elif grad is not None:
-                _replace(param, grad)
+        for index, grad in enumerate(kept):
+            if grad is not None:
+                self._set(index, grad)
 
     def _grad(self, index: int) -> torch.Tensor | None:
-        return self.params[index].sharded.grad if self.kept is None else self.kept[index]
-
-    def couple_for_launch(self) -> tuple[list[torch.Tensor | None] | None, list[int], list[int], list[int]]:
-        """What `uncouple` restores after a launch, and the result of `_torch.grads_and_hooks`."""
-        own = self.couple() if self.is_decoupled and self.kept is None else None
-        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.kept is not None:
-            had_grad = [index for index, grad in enumerate(self.kept) if grad is not None]
-        return own, had_grad, changed, finished
+            return self.kept[index]
+        sharded = self.params[index].sharded
+        found: torch.Tensor | None = getattr(sharded, DECOUPLED) if self.is_decoupled else sharded.grad
+        return found
+
+    def _set(self, index: int, grad: torch.Tensor | None) -> None:
+        """Set a gradient, or None, even if its dtype differs from that of the previous one."""
+        sharded = self.params[index].sharded
+        if self.kept is not None:
+            self.kept[index] = grad
+        elif self.is_decoupled:
+            setattr(sharded, DECOUPLED, grad)
+        else:
+            sharded.grad = None
+            if grad is not None:
+                _torch.allow_grad_of(sharded, grad.dtype)
+                sharded.grad = grad
+
+    def grads_and_hooks(self) -> tuple[list[int], list[int], list[int]]:
+        """As `_torch.grads_and_hooks`, wherever the gradients are."""
+        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
+        if self.is_decoupled or self.kept is not None:
+            had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
+        return had_grad, changed, finished
 
     def show(self, indices: Sequence[int]) -> None:
         """Set the gradients of parameters that have none."""
-        if self.kept is not None:
+        if self.is_decoupled or self.kept is not None:
             for index in indices:
-                self.kept[index] = self.shown[index]
+                self._set(index, self.shown[index])
             return
         other_dtype = self.dtype != self.main.local.dtype
         with _torch.PlainAttributes():
@@ -128,15 +143,13 @@ class MainGrads:
                     _torch.allow_grad_of(self.params[index].sharded, self.dtype)
                 self.params[index].sharded.grad = self.shown[index]
 
-    def close(self, asked: Sequence[int], used: Sequence[int]) -> None:
-        """This rank has learned which of the open params some rank has used."""
+    def close(self, asked: Sequence[int], answer: Callable[[], Sequence[int]]) -> None:
+        """After the reduce has been waited for: set the gradients of open params that some rank has used."""
+        used = answer()
         self.open -= Counter(asked)
-        own = self.couple() if self.is_decoupled and self.kept is None else None
         with _torch.PlainAttributes():
             wanted = [index for index in used if self._grad(index) is None]
         self.show(wanted)
-        if own is not None:
-            self.uncouple(own)
 
     def decouple(self, enable: bool) -> None:
         """Show gradients as ``decoupled_grad``, or as ``grad``, from now on."""
@@ -144,37 +157,23 @@ class MainGrads:
         for param in self.params:
             setattr(param.sharded, DECOUPLED, None)
 
-    def couple(self) -> list[torch.Tensor | None]:
-        """Set decoupled gradients as ``.grad``; returns the previous ones."""
-        own = [_torch.grad_of(param.sharded) for param in self.params]
-        for param in self.params:
-            _replace(param, getattr(param.sharded, DECOUPLED))
-        return own
-
-    def uncouple(self, own: Sequence[torch.Tensor | None]) -> None:
-        """Set them as ``decoupled_grad`` again, and restore the previous ``.grad``."""
-        for param, mine in zip(self.params, own):
-            setattr(param.sharded, DECOUPLED, _torch.grad_of(param.sharded))
-            _replace(param, mine)
+    def take_settings(self, other: MainGrads) -> None:
+        """Show gradients where the object that this one replaces has shown them."""
+        self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
     def clear_decoupled(self, set_to_none: bool) -> None:
         """Drop decoupled and hidden gradients, or set them to zero."""
-        for index, kept in enumerate(self.kept or ()):
-            if self.kept is not None and set_to_none:
-                self.kept[index] = None
-            elif kept is not None:
-                kept.zero_()
-        for sharded in (param.sharded for param in self.params if self.is_decoupled):
-            grad = getattr(sharded, DECOUPLED)
-            if set_to_none:
-                setattr(sharded, DECOUPLED, None)
-            elif grad is not None:
+        for index in range(len(self.params)) if self.is_decoupled or self.kept is not None else ():
+            grad = self._grad(index)
+            if grad is not None and not set_to_none:
                 grad.zero_()
+            elif grad is not None:
+                self._set(index, None)
 
     def _make(self) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
-        local = self.home.empty(self._numel + self._room, self.dtype)
-        buffer = self.buffer = self.main.like(local[: self._numel] if self._room else local)
+        local = self.home.empty(self._numel + self.room, self.dtype)
+        buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
             buffer.local.zero_()
         if self._places is None:
@@ -206,7 +205,7 @@ class MainGrads:
             _torch.keep_values(known)
         with lane.following():  # an earlier reduce of the group may still write there
             for index in others:
-                param, view = self.params[index], buffer.local_view(index)
+                view = buffer.local_view(index)
                 with _torch.PlainAttributes():
                     grad = self._grad(index)
                 if grad is None:
@@ -214,10 +213,7 @@ class MainGrads:
                 else:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])
-                    if self.kept is None:
-                        _replace(param, self.shown[index])
-                    else:
-                        self.kept[index] = self.shown[index]
+                    self._set(index, self.shown[index])
         return replaced
 
 
@@ -226,9 +222,39 @@ def has_gaps(buffer: DBuffer) -> bool:
     return buffer.local.numel() != buffer.layout.run_numel * buffer.held.count
 
 
-def _replace(param: ShardedParam, grad: torch.Tensor | None) -> None:
-    """Set the gradient of a parameter, or None, even if its dtype differs from that of the previous one."""
-    param.sharded.grad = None
-    if grad is not None:
-        _torch.allow_grad_of(param.sharded, grad.dtype)
-        param.sharded.grad = grad
+# Hooks that users register on sharded parameters are called when autograd would call them on unsharded ones. Those of
+# `register_hook` get the reduced gradient of a backward, before it is added to `.grad`; their result replaces it. Those
+# of `register_post_accumulate_grad_hook` get the parameter, when its `.grad` is final for the current stream, or on CPU
+# complete. Both are called once per backward that reduces to final gradients, and only for parameters that it used.
+
+
+def change_gradients(
+    params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]], reduced: DBuffer, factor: float
+) -> None:
+    """Scale the reduced gradients, and call the tensor hooks of the params ``hooked``, which may change theirs."""
+    if factor != 1.0:
+        reduced.local.mul_(factor)
+    for index in hooked():
+        param, view = params[index], reduced.local_view(index)
+        for hook in _torch.hooks_of(param.sharded, post_accumulate=False):
+            given = _torch.like_dtensor(param.sharded, view)
+            changed, known = hook(given), weakref.ref(given)
+            changed = None if changed is given else changed
+            del given
+            _torch.keep_values(known)
+            if changed is None:
+                continue
+            if not isinstance(changed, DTensor) or not is_cut_alike(changed, param.sharded):
+                raise TypeError(
+                    f"a hook on parameter '{param.name}' returned a {type(changed).__name__} instead of a gradient "
+                    "sharded like the parameter; compute the result from the gradient that the hook receives"
+                )
+            view.copy_(_torch.local_of(changed))
+
+
+@torch.no_grad()
+def call_finished(params: Sequence[ShardedParam], hooked: Callable[[], Sequence[int]]) -> None:
+    """Call the post-accumulate hooks of the params ``hooked``, whose gradients are final."""
+    for index in hooked():
+        for hook in _torch.hooks_of(params[index].sharded, post_accumulate=True):
+            hook(params[index].sharded)

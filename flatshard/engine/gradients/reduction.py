@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,6 +22,9 @@ from flatshard.layout import Partial, Placement, is_sharded
 
 if TYPE_CHECKING:
     from flatshard.buffer.blocks import Coder
+
+
+_MOST = 32  # sets of parameters for which numbers are kept
 
 
 class Goal(Enum):
@@ -178,7 +181,10 @@ class EncodedStage(Stage):
                     self._told(sent, of).copy_((of.uses > 0).expand(self._from.count, -1))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
         of.held += (sent, received)
-        noted = self._note_alone(of, group) if coder.wire.told is None else DONE
+        noted = DONE
+        if of.uses is not None and coder.wire.told is None:
+            # Of the one tensor, which is sent from where it is: its bytes have no room for what is told.
+            noted = lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
         if self._scatters:
             ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
         else:
@@ -202,12 +208,6 @@ class EncodedStage(Stage):
         first = self._coder.wire.told
         assert first is not None
         return pieces.view(-1, self._coder.wire.piece)[:, first : first + of.parameters]
-
-    def _note_alone(self, of: Reduction, group: ProcessGroup) -> Ticket:
-        """Tell all ranks whether the one tensor was used, which is sent from where it is: its bytes have no room."""
-        if of.uses is None:
-            return DONE
-        return of.pool.lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
 
     def _next_noise(self, device: torch.device) -> torch.Tensor | None:
         if not self._is_stochastic:
@@ -237,3 +237,51 @@ def stages_to(mesh: DeviceMesh, final: tuple[Placement, ...], formats: Formats, 
         else:
             stages.append(EncodedStage(mesh, axis, placements, formats.reduce_coder(axis, dtype), formats.stochastic))
     return stages
+
+
+class Uses:
+    """Which of the ``count`` params of a group any rank has used: one number per param, reduced with its gradient.
+
+    A parameter that no rank has used has no gradient, as in one process; a parameter that some rank has used has one on
+    all ranks. Only a rank that has not used a parameter reads the reduced number, and only then does the host wait for
+    the device.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._given: dict[tuple[tuple[int, ...], int, torch.dtype], torch.Tensor] = {}
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def given(self, used: Sequence[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What this rank sends, in ``copies`` copies: 1 for each param it has ``used``, else 0. Read-only."""
+        key = tuple(used), copies, dtype
+        found = self._given.get(key)
+        if found is None:
+            rows = torch.zeros(copies, self.count, dtype=dtype, device=device)
+            for index in used:
+                rows[:, index].fill_(1)
+            found = rows.view(-1)
+            if not capturing(found) and len(self._given) < _MOST:
+                self._given[key] = found
+        return found
+
+    def answer(self, noted: torch.Tensor, asked: Sequence[int]) -> list[int]:
+        """Which of the params ``asked`` some rank has used, by the reduced numbers. The host waits for them.
+
+        A captured step cannot wait, and uses the same parameters in every step: the answer is that of the last step
+        before it.
+        """
+        key = tuple(asked)
+        if not capturing(noted):
+            counts = noted.tolist()
+            self._answers[key] = [index for index in asked if counts[index] > 0]
+            if len(self._answers) > _MOST:
+                self._answers = {key: self._answers[key]}
+        elif key not in self._answers:
+            raise RuntimeError("the captured step uses parameters that no step before it used; raise `warmup`")
+        return self._answers[key]
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether operations on this tensor are being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

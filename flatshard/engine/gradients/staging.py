@@ -1,13 +1,19 @@
-"""Full-size inputs of a reduce: which gradients can be sent from where they are, and staging for the others."""
+"""Full-size inputs of a reduce: which gradients can be sent from where they are, and staging for the others.
+
+Kernels may write into staging themselves (`Direct`; see direct.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import TypeAlias
 
 import torch
 
 from flatshard.buffer import DBuffer, turns
 from flatshard.layout import Layout
+
+Given: TypeAlias = Sequence[torch.Tensor | None]  # the full-size gradients of a group, where autograd has left some
 
 
 def sole_owners(layout: Layout) -> tuple[int | None, ...]:
@@ -19,9 +25,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-def fill_runs(
-    layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
-) -> None:
+def fill_runs(layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Given) -> None:
     """Copy the gradients of all segments that have no run yet into one buffer, and use its runs for those segments."""
     end = filled = 0
     places: list[torch.Tensor] = []
@@ -50,7 +54,7 @@ def fill_runs(
         torch._foreach_copy_(places, sources)
 
 
-def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None:
+def add_to(unreduced: DBuffer, gradients: Given) -> None:
     """Add gradients to a buffer that holds earlier ones, full size."""
     layout = unreduced.layout
     for index, gradient in enumerate(gradients):
@@ -61,3 +65,46 @@ def add_to(unreduced: DBuffer, gradients: Sequence[torch.Tensor | None]) -> None
             continue
         for place, part in turns(layout, index, unreduced.run_of(index), gradient):
             place.add_(part)
+
+
+class Direct:
+    """The gradients of a group that kernels have written in the running backward."""
+
+    def __init__(self) -> None:
+        self.staging: DBuffer | None = None
+        self.written: dict[int, bool] = {}  # and whether autograd's gradient for it is to be ignored
+        self._cleared: set[int] = set()
+
+    def wrote(self, index: int, alone: bool = False) -> None:
+        """A kernel has written a gradient. ``alone``: ignore the gradient that autograd computes for it."""
+        self.written[index] = alone or self.written.get(index, False)
+
+    def view(self, index: int, clear: bool, make: Callable[[], DBuffer]) -> torch.Tensor:
+        """The place of a gradient. Its values are undefined, or zero with ``clear``, until it has been written."""
+        if self.staging is None:
+            self.staging = make()
+        view = self.staging.local_view(index)
+        if clear and index not in self._cleared | self.written.keys():
+            view.zero_()
+            self._cleared.add(index)
+        return view
+
+
+def fill(staging: DBuffer, gradients: Given, turned: Set[int], written: Set[int]) -> None:
+    """Copy gradients of autograd to a buffer that kernels have partly written. ``turned`` tensors are left out."""
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for index, gradient in enumerate(gradients):
+        if index in turned:
+            continue
+        view = staging.local_view(index)
+        if index in written:
+            if gradient is not None:
+                view.add_(gradient)
+        elif gradient is None:
+            view.zero_()
+        else:
+            places.append(view)
+            sources.append(gradient)
+    if places:
+        torch._foreach_copy_(places, sources)

@@ -24,15 +24,36 @@ from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.buffer.rules import is_cut_alike
-from flatshard.engine.groups.names import Names
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
-from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.weights.codec import unfilled
 from flatshard.engine.weights.source import lasting_tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Names:
+    """Names of a group's params, for errors: from ``root`` down if it is known, otherwise from the unit's own modules.
+
+    Computed one by one, because the search for a module is slow.
+    """
+
+    def __init__(self, group: ParamGroup, root: nn.Module | None) -> None:
+        self._params = group.params
+        self._root = root
+
+    def __getitem__(self, index: int) -> str:
+        param = self._params[index]
+        if not param.sites:  # other parameters have taken its place
+            return param.name
+        holder = param.sites[0].module()
+        for prefix, module in self._root.named_modules() if self._root is not None else ():
+            if module is holder:
+                return f"{prefix}.{param.sites[0].name}" if prefix else param.sites[0].name
+        # A unit of several modules may have several of one name.
+        alike = sum(other.name == param.name for other in self._params) > 1
+        return f"{type(holder).__name__}.{param.name}" if alike else param.name
 
 
 @lasting_tensors()
@@ -48,9 +69,7 @@ def absorb(
     names = Names(group, root)
     _refuse_data(group, names)
     found = given(group, names)
-    if group.is_extended:
-        _absorb_extended(group, found, awaited, names, ours, wait)
-    elif any(p is not m.sharded for p, m in zip(found, group.params)) or not _owns_storage(group):
+    if any(p is not m.sharded for p, m in zip(found, group.params)) or not _owns_storage(group):
         if wait and not ours and _foreign(group, found):
             return  # it may be shared, which can be told when all units are known
         try:
@@ -65,7 +84,8 @@ def absorb(
             _restore(group)
             raise
         _take(group, main, found, ours)
-        group.set_main(main)
+        if main is not group.main:
+            group.set_main(main)
     _show(group)
 
 
@@ -156,33 +176,6 @@ def _refuse_data(group: ParamGroup, names: Names) -> None:
         )
 
 
-def _absorb_extended(
-    group: ParamGroup, found: Sequence[nn.Parameter], awaited: bool, names: Names, ours: bool, wait: bool
-) -> None:
-    pairs = list(enumerate(zip(found, group.params)))
-    changed = [index for index, (p, param) in pairs if p is not param.sharded or group.snapshot.is_moved(index)]
-    if not changed:
-        return
-    if wait and len(_kinds(found)) > 1:
-        return
-    _refuse_change(group, awaited, names)
-    try:
-        _refuse_others(group, found, names, ours)
-    except ValueError:
-        _restore(group)
-        raise
-    for index in changed:
-        param, parameter = group.params[index], found[index]
-        param.attributes.update(param.sharded.__dict__)
-        if not ours:
-            _adopt(group, index, parameter)
-        if parameter is not param.sharded:
-            torch.utils.swap_tensors(param.sharded, parameter)
-    local = _torch.local_of(group.params[0].sharded)
-    if local.dtype != group.main.dtype:
-        group.set_main(unfilled(group.layout, group.mesh, group.placements, local.dtype))
-
-
 def given(group: ParamGroup, names: Names) -> list[nn.Parameter]:
     """What the modules hold instead of our parameters."""
     result = []
@@ -223,6 +216,9 @@ def _as_main(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> 
         )
     ((dtype, device),) = kinds
     _refuse_device(group, device, names)
+    if group.is_extended:
+        same = dtype == group.main.dtype
+        return group.main if same else unfilled(group.layout, group.mesh, group.placements, dtype)
     main = DBuffer.zeros(group.layout, group.mesh, group.main.placements, dtype=dtype, device=device)
     for index, local in enumerate(locals_):
         main.local_view(index).copy_(local)
@@ -264,6 +260,10 @@ def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours:
         if not ours:
             _adopt(group, index, parameter)
         kept = param.sharded
+        if group.is_extended:  # it lies in no buffer
+            if kept is not parameter:
+                torch.utils.swap_tensors(kept, parameter)
+            continue
         _put_attributes_back(param)
         fresh = _torch.as_parameter(as_dtensor(main, index, param.inner), parameter.requires_grad)
         grad = parameter.grad
@@ -301,13 +301,14 @@ def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
 
 def _restore(group: ParamGroup) -> None:
     """Restore the state before a change that is refused."""
-    if not group.is_extended:  # else it lies in no buffer that could be told from others
-        _take(group, group.main, [param.sharded for param in group.params], ours=True)
+    _take(group, group.main, [param.sharded for param in group.params], ours=True)
     _show(group)
 
 
 def _owns_storage(group: ParamGroup) -> bool:
-    """Whether our parameters use the memory of their rows in the main buffer."""
+    """Whether our parameters use the memory of their rows in the main buffer, or that which they had."""
+    if group.is_extended:
+        return not any(map(group.snapshot.is_moved, range(len(group.params))))
     for index, param in enumerate(group.params):
         local, view = _torch.local_of(param.sharded), group.main.local_view(index)
         if local.device != view.device or local.dtype != view.dtype or local.data_ptr() != view.data_ptr() != 0:

@@ -14,16 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
-from flatshard.engine.gradients.direct import Direct, destine
+from flatshard.engine.gradients.direct import destine
 from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
-from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.snapshot import Snapshot
+from flatshard.engine.gradients.staging import Direct
+from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, CombinedCodec, DecodingCodec, Extension, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
-from flatshard.engine.weights.leafwise import Composed
 from flatshard.engine.weights.offload import Home
-from flatshard.engine.weights.source import Source, source_for
+from flatshard.engine.weights.source import Decoded, Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -32,7 +31,7 @@ class ParamGroup:
     """Weights of parameters with the same dtype, ``requires_grad`` and placements, and their `Gradients`.
 
     Between uses the modules hold the sharded parameters. `gather` starts to gather the full weights from the `Source`,
-    `swap_in` puts them into the modules, `swap_out` puts the sharded parameters back, `release` frees the memory.
+    `swap` puts them into the modules, or the sharded parameters back, and `release` frees the memory.
     """
 
     is_away = False  # main is on another device than the mesh, where users have moved it
@@ -43,24 +42,21 @@ class ParamGroup:
         main: DBuffer,
         placements: Placements,
         policy: MixedPrecisionPolicy,
-        home: Home | None = None,
-        is_extended: bool = False,
-        own: torch.dtype | None = None,
-        owner: str = "",
-        kind: type[Gradients] = Gradients,
-        marks: Sequence[bool] = (),
+        home: Home,
+        is_extended: bool,
+        own: torch.dtype,
+        owner: str,
+        kind: type[Gradients],
+        marks: Sequence[bool],
     ) -> None:
-        """``own``: the dtype of the parameters before they were sharded, if it is not main's.
+        """``own``: the dtype of the parameters before they were sharded.
 
         ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
         forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
         they were sharded.
         """
-        self.params = params
+        self.params, self.placements, self.policy, self.home = params, placements, policy, home
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
-        self.placements = placements
-        self.policy = policy
-        self.home = Home(main.device) if home is None else home
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
         # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
@@ -74,10 +70,10 @@ class ParamGroup:
         self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
         self._renewed: tuple[int, ...] | None = None  # its state when compute weights in host memory were made
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
-        self.main, self.own = main, main.dtype if own is None else own
+        self.main, self.own = main, own
         self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
         self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
-        self._marks = list(marks) or [False] * len(params)
+        self._marks = list(marks)
         self.set_main(main)
 
     def set_main(self, main: DBuffer) -> None:
@@ -101,20 +97,8 @@ class ParamGroup:
         self.formats = Formats.of(main.layout, marks, policy, main.mesh.shape, self.placements.optimizer)
         if self.by_rows:
             self.formats = replace(self.formats, reduces=(*self.formats.reduces[:-1], None))
-        self.codec: Cast | Blocks | DecodingCodec
-        if self.is_extended:
-            self.codec = CombinedCodec(
-                [
-                    (Extension if param.made_of is None else Composed)(
-                        param, main.layout, main.mesh, policy, self.home.device, dtype, index
-                    )
-                    for index, param in enumerate(self.params)
-                ]
-            )
-        elif self.formats.gather is not None:
-            self.codec = Blocks(self.formats, dtype)
-        else:
-            self.codec = Cast(main.dtype, dtype)
+        blocks = self.formats.gather is not None
+        self.codec: Cast | Blocks = Blocks(self.formats, dtype) if blocks else Cast(main.dtype, dtype)
 
     def check_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Raise if the policy cannot be changed to this one now."""
@@ -150,9 +134,17 @@ class ParamGroup:
     def _set_source(self, is_held: bool = False) -> None:
         """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
-        self.source: Source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+        self.source: Source
+        if self.is_extended:
+            given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
+            each = [(Composed if p.made_of else Extension)(p, i, *given) for i, p in enumerate(self.params)]
+            self.source = Decoded(each, self.mesh)
+        else:
+            self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
         # Device memory that the full weights take, beyond what rests on this rank anyway.
-        self.gathered_bytes = 0 if self.is_resident else self._full_bytes()
+        layout = self.layout
+        numel = layout.buffer_numel(layout.num_shards) + sum(layout.slots[index].numel for index in layout.turned)
+        self.gathered_bytes = 0 if self.source.is_resident else numel * self.codec.dtype.itemsize
         self.ticket = self._refreshed = None
         for param in self.params:
             param.full = None
@@ -176,26 +168,11 @@ class ParamGroup:
         return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.params])
 
     @property
-    def is_resident(self) -> bool:
-        """Whether this rank holds the full weights between passes: nothing is gathered for a pass."""
-        return self.source.is_resident
-
-    def _full_bytes(self) -> int:
-        layout = self.layout
-        turned = sum(layout.slots[index].numel for index in layout.turned)
-        return (layout.buffer_numel(layout.num_shards) + turned) * self.codec.dtype.itemsize
-
-    @property
     def arriving_bytes(self) -> int:
         """As `gathered_bytes`, from the launch of an all-gather until its result is needed, and decoded."""
         if isinstance(self.codec, Blocks) and self.source.decodes:
             return self.codec.layout.buffer_numel(self.layout.num_shards)
         return self.gathered_bytes
-
-    @property
-    def opening_bytes(self) -> int:
-        """The additional memory of their use: full weights that are not decoded yet."""
-        return self.gathered_bytes if self.source.decodes and not self.is_full else 0
 
     @property
     def launches(self) -> bool:
@@ -211,7 +188,7 @@ class ParamGroup:
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
                 self.ticket.wait()  # an unused refresh may still be in flight
-            self.swap_out()
+            self.swap(to_full=False)
             self.ticket = None
 
     def renew(self) -> None:
@@ -230,12 +207,6 @@ class ParamGroup:
         is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
         if self.source.on_host is not None and is_only:
             self._refreshed = now
-
-    def check_hold(self) -> None:
-        """Raise if `hold` is not possible."""
-        if self.by_rows or self.is_extended:
-            reason = "sharded with rows=True" if self.by_rows else "a tensor subclass, encoded in each gather"
-            raise NotImplementedError(f"hold_weights: '{self.params[0].name}' is {reason}; leave it out")
 
     def hold(self, pool: Pool, name: str) -> None:
         """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""
@@ -292,11 +263,6 @@ class ParamGroup:
             self.source.give_up()
         self.mark_stale()
 
-    def wait(self) -> None:
-        """Wait for the gather, if there is one."""
-        if self.ticket is not None:
-            self.ticket.wait()
-
     def heed_requires_grad(self) -> None:
         """Expect gradients of the parameters that now require them, although this rank runs no forward with them."""
         if self.is_full:
@@ -306,45 +272,31 @@ class ParamGroup:
                 param.full.requires_grad = param.sharded.requires_grad
         self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
 
-    def swap_in(self) -> None:
-        """Wait for the all-gather and put the full parameters into the modules."""
-        assert self.ticket is not None
-        self.ticket.wait()
-        if self.is_full:
+    def swap(self, to_full: bool) -> None:
+        """Put the full parameters into the modules, once they have been gathered, or the sharded ones."""
+        if to_full:
+            assert self.ticket is not None
+            self.ticket.wait()
+        if self.is_full == to_full:
             return
-        if self.source.opens:
-            self.source.open()
-        if self.params[0].full is None:
-            self._make_full()
+        if to_full:
+            if self.source.opens:
+                self.source.open()
+            if self.params[0].full is None:
+                self._make_full()
         for param in self.params:
-            full, sharded = param.full, param.sharded
-            assert full is not None
-            if full.requires_grad != sharded.requires_grad:
-                full.requires_grad = sharded.requires_grad
-                self.gradients.expected += 1 if sharded.requires_grad else -1
+            shown, hidden = (param.full, param.sharded) if to_full else (param.sharded, param.full)
+            assert shown is not None
+            assert hidden is not None
+            if shown.requires_grad != hidden.requires_grad:  # toggled while the other one was shown
+                shown.requires_grad = hidden.requires_grad
+                self.gradients.expected += 1 if hidden.requires_grad else -1
             for site in param.sites:
-                if site.slots is not None:  # `put` without a call
-                    site.slots[site.name] = full
+                if site.is_plain:  # `put` without a call
+                    site.slots[site.name] = shown
                 else:
-                    site.put(full)
-        self.is_full = True
-
-    def swap_out(self) -> None:
-        """Put the sharded parameters into the modules."""
-        if not self.is_full:
-            return
-        for param in self.params:
-            full, sharded = param.full, param.sharded
-            assert full is not None
-            if full.requires_grad != sharded.requires_grad:  # toggled while the full one was shown
-                sharded.requires_grad = full.requires_grad
-                self.gradients.expected += 1 if full.requires_grad else -1
-            for site in param.sites:
-                if site.slots is not None:
-                    site.slots[site.name] = sharded
-                else:
-                    site.put(sharded)
-        self.is_full = False
+                    site.put(shown)
+        self.is_full = to_full
 
     def release(self) -> None:
         """Free the memory of full weights, once the current stream has finished with it."""
@@ -353,16 +305,10 @@ class ParamGroup:
         if not self.is_full:
             # An unused prefetch may still be in flight.
             self.ticket.wait()
-        self.swap_out()
+        self.swap(to_full=False)
         if not self.source.is_resident:
             self.ticket = None
             self.source.release()
-
-    def park(self) -> None:
-        """Before a release after forward: keep this rank's part of the full weights on the smaller mesh."""
-        assert self.park_mesh is not None
-        if self.ticket is not None:
-            self.source.park(self.park_mesh)
 
     def _make_full(self) -> None:
         for index, param in enumerate(self.params):

@@ -1,4 +1,1 @@
-"""A parameter in all its forms: sharded, full, and the modules where it is registered.
-
-Uses modules and DTensors.
-"""
+"""A parameter in all its forms: sharded, full, and the modules where it is registered."""

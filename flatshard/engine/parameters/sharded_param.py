@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,48 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import Parallel, as_dtensor
-from flatshard.engine.parameters.structure import Structure
 
 PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its module wants the local part
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a tensor of a subclass is made of plain tensors, its leaves in this order, and which are sharded with it."""
+
+    kind: Any
+    context: Any
+    parts: dict[str, Structure | None]  # None: a plain tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Structure:
+        asked: Any = tensor
+        names, context = asked.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: cls.of(part) if _torch.is_made_of_others(part) else None for name, part in inner.items()}
+        return cls(type(tensor), context, parts, tensor.size(), tensor.stride())
+
+    def leaves(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        for name, part in self.parts.items():
+            inner = getattr(tensor, name)
+            yield from (inner,) if part is None else part.leaves(inner)
+
+    def made_of(self, leaves: Iterator[torch.Tensor], rows: int | None = None) -> torch.Tensor:
+        """``rows``: the number of rows, if there are fewer than in the whole."""
+        inner = {name: next(leaves) if p is None else p.made_of(leaves, rows) for name, p in self.parts.items()}
+        size = self.size if rows is None else torch.Size((rows, *self.size[1:]))
+        made: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, self.stride)
+        return made
+
+    def mapped(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], rows: int) -> torch.Tensor:
+        """The same tensor with changed leaves if they have rows, and with copies of the others."""
+        parts = (change(leaf) if self.has_rows(leaf) else leaf for leaf in self.leaves(tensor))
+        return self.made_of((part.clone(memory_format=torch.contiguous_format) for part in parts), rows)
+
+    def has_rows(self, leaf: torch.Tensor) -> bool:
+        """Of a leaf of the whole tensor: whether it is cut where the tensor is."""
+        return leaf.dim() > 0 and leaf.shape[0] == self.size[0] > 1
 
 
 @dataclass
@@ -26,29 +66,20 @@ class Site:
 
     module: weakref.ref[nn.Module]
     name: str
-    slots: dict[str, nn.Parameter | None] | None  # the module's own dict, unless it overrides __setattr__ (RNNs do)
+    slots: dict[str, nn.Parameter | None]  # the module's own dict
+    is_plain: bool  # it is written to directly: the module does not override __setattr__ (RNNs do)
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Site:
-        plain = type(module).__setattr__ is nn.Module.__setattr__
-        return cls(weakref.ref(module), name, module._parameters if plain else None)
+        is_plain = type(module).__setattr__ is nn.Module.__setattr__
+        return cls(weakref.ref(module), name, module._parameters, is_plain)
 
     def look(self) -> nn.Parameter | None:
         """The object registered there, of any type."""
-        slots = self.slots
-        if slots is None:
-            module = self.module()
-            assert module is not None
-            slots = module._parameters
-        return slots.get(self.name)
-
-    def get(self) -> nn.Parameter:
-        found = self.look()
-        assert found is not None
-        return found
+        return self.slots.get(self.name)
 
     def put(self, parameter: nn.Parameter) -> None:
-        if self.slots is not None:
+        if self.is_plain:
             self.slots[self.name] = parameter
         else:
             module = self.module()
@@ -127,7 +158,9 @@ class Plain:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.sites[0].get()
+        found = self.sites[0].look()
+        assert found is not None
+        return found
 
     def place(self, device: torch.device, dtype: torch.dtype | None) -> None:
         """Move it to the device and the dtype of compute."""
@@ -153,3 +186,57 @@ def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
         f"parameter '{name}' was frozen and marked with no_shard when fully_shard was called, so its gradient is not "
         "averaged over the ranks; set requires_grad=True before fully_shard, or keep it frozen"
     )
+
+
+class Snapshot:
+    """The state of a group's parameters when it last put them into its modules.
+
+    Detects that a parameter of a module, its memory, or its `.data` has been replaced.
+
+    A unit is not notified of such changes: parameters, and modules below the unit's own, do not refer to a unit. So
+    every forward checks every parameter, with as few function calls as possible.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._parameters = [param.sharded for param in params]
+        self.locals = [_torch.local_of(parameter) for parameter in self._parameters]
+        self._storages = list(map(_torch.storage_id, self._parameters))
+        self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
+        self._local_ids = list(map(id, self.locals))
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for param in params:
+            for site in param.sites:
+                self.add(site, param.sharded)
+
+    def add(self, site: Site, parameter: nn.Parameter) -> None:
+        """Check one more site too."""
+        self._places.append((site.slots, site.name, parameter))
+
+    def has_changed(self) -> bool:
+        """Whether a parameter in a module, or its memory, has been replaced. Called once per forward."""
+        try:
+            for slots, name, parameter in self._places:
+                if slots[name] is not parameter:
+                    return True
+        except KeyError:
+            return True
+        if list(map(id, map(_torch.local_part, self._parameters))) != self._local_ids:
+            return True
+        return list(map(_torch.storage_id, self._parameters)) != self._storages
+
+    def is_moved(self, index: int) -> bool:
+        """Whether a parameter, wherever it is, has other memory."""
+        return _torch.local_of(self._parameters[index]) is not self.locals[index]
+
+    def accept_data(self, index: int) -> None:
+        """Accept the current `.data` of all parameters."""
+        parameter = self._parameters[index]
+        self._storages[index], self._alive[index] = _torch.storage_id(parameter), _torch.storage_of(parameter)
+
+    def other_data(self) -> list[int]:
+        """The parameters that were given another `.data`, and keep their memory."""
+        return [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if not self.is_moved(index) and _torch.storage_id(parameter) != self._storages[index]
+        ]

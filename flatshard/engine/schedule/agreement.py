@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -108,40 +107,37 @@ class Announcer:
     launch must not wait for a comparison: they use the order of the program from the start.
     """
 
-    def __init__(self, program: Program, lane: Lane, has_optional: bool, root: weakref.ref[Unit]) -> None:
+    def __init__(self, program: Program, lane: Lane) -> None:
         self.agreement: Agreement | None = None  # once the ranks have compared their models
         self.lane = lane
-        self._program, self._has_optional, self._root = program, has_optional, root
+        self._program = program
 
     def announce(self, what: str, unit: Unit, group: int = 0) -> None:
         """Raise on all ranks unless all are about to do this. Only called if the program ``announces``."""
-        if not self._has_optional:
-            self._compare(what, unit, f" (group {group})" if group else "", "")
+        if unit.root is not None and not unit.root.has_optional:
+            self._compare(what, unit, f" (group {group})" if group else "")
 
-    def end_pass(self, gathers: Lane, reduces: Lane) -> None:
+    def end_pass(self, root: Unit, gathers: Lane, reduces: Lane) -> None:
         """At the end of the first pass of a kind that communicates: adopt its order, if all ranks agree."""
         program = self._program
         if not (program.has_launched or program.checks):
             return
         if program.announces:
             after = f", after {gathers.launched} gathers and {reduces.launched} reduces" if program.checks else ""
-            root = self._root()
-            assert root is not None
-            self._compare("end the pass of", root, "", after)
+            self._compare("end the pass of", root, after=after)
         if program.is_first and self.agreement is not None:
             proposal = program.proposal()
             if not self.agreement.differs(digest(proposal), "the order of launches"):
                 program.adopt(proposal)
 
-    def _compare(self, what: str, unit: Unit, of: str, after: str) -> None:
+    def _compare(self, what: str, unit: Unit, of: str = "", after: str = "") -> None:
         if self.agreement is None:
             return
         running = self._program.running
         place = "" if running is None else f" in a {running.value}"
         if self._program.checks:
-            root = self._root()
-            assert root is not None
-            mode = "training" if root.modules[0].training else "evaluation"
+            assert unit.root is not None
+            mode = "training" if unit.root.units[0].modules[0].training else "evaluation"
             place += f" of step {record.step}, in {mode} mode"
         said = f"about to {what} unit '{unit.name}'{of}{place}{after}"
         told = self.agreement.check([said], f"before {what} {unit.name}")

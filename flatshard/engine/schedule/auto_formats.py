@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 from flatshard import _recording
-from flatshard.buffer import Lane
-from flatshard.engine.units.leases import Lease
-from flatshard.engine.units.unit import Unit
-from flatshard.policy import MixedPrecisionPolicy
+from flatshard.engine.units.intent import Lease
+from flatshard.engine.units.unit import RootProtocol
 
 _WARMUP = 2  # steps before the one that is measured: the first has no prefetch
 # Seconds per step and weight. Encoding once and decoding twice read and write about 10 bytes of device memory.
 _COST = 5e-12
-
-
-class RootWithFormats(Protocol):
-    """What `AutoFormats` uses of a root."""
-
-    gather_lane: Lane
-    meshes: list[Any]
-
-    @property
-    def units(self) -> list[Unit]: ...
-
-    def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
 
 
 class AutoFormats:
@@ -42,7 +26,7 @@ class AutoFormats:
         self._first = 0  # of its waits, in the step that is measured
         self._step = _WARMUP + 1  # that step
 
-    def begin_forward(self, root: RootWithFormats, step: int, grads: bool) -> bool:
+    def begin_forward(self, root: RootProtocol, step: int, grads: bool) -> bool:
         """A forward of this optimizer step starts. Returns whether the formats have been chosen."""
         if self._recording is not None and step > self._step and grads:
             return self.choose(root)
@@ -52,17 +36,17 @@ class AutoFormats:
                 self._recording = _recording.Recording()
                 self._stop = weakref.finalize(self, self._recording.stop)  # if the model is deleted before the choice
             self._first = len(self._recording.waits)
-        self._record(grads)  # evaluation does not count
+        if self._stop is not None and _recording.active in (None, self._recording):
+            _recording.active = self._recording if grads else None  # evaluation does not count
         return False
 
-    def _record(self, on: bool) -> None:
-        if self._stop is not None and _recording.active in (None, self._recording):
-            _recording.active = self._recording if on else None
-
-    def choose(self, root: RootWithFormats) -> bool:
+    def choose(self, root: RootProtocol) -> bool:
         """Choose the formats by what has been measured. All ranks call it, between passes."""
-        if self._recording is None or any(map(_must_stay, root.units)):
+        if self._recording is None:
             return False
+        for unit in root.units:  # does somebody read the weights as they are now?
+            if Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups):
+                return False
         if self._stop is not None:
             self._stop()
         exposed = self._recording.gather_waits(self._first, root)
@@ -74,8 +58,3 @@ class AutoFormats:
                 is_exposed = weights > 0 and 1e-9 * nanoseconds > _COST * weights
                 root.set_precision([unit], replace(unit.policy, gather_format="int8" if is_exposed else None))
         return True
-
-
-def _must_stay(unit: Unit) -> bool:
-    """Whether somebody reads the weights as they are now."""
-    return Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups)

@@ -7,52 +7,73 @@ later unit or the end of the pass. Uses in which such a rank could not launch th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Protocol
+
+import torch
 
 from flatshard.engine.program import Pass
-from flatshard.engine.units.unit import RootProtocol, Unit, unit_with
+from flatshard.engine.schedule.root import WITH_OPTIONAL, Root
+from flatshard.engine.units.unit import Unit, unit_with
+from flatshard.policy import SchedulePolicy
 
 
-class RootWithOptional(RootProtocol, Protocol):
-    """Further members of a root that optional units use."""
+class OptionalRoot(Root):
+    """A root some of whose units are optional."""
 
-    task: int  # of autograd, of which the running backward is
+    has_optional = True
 
-    def unit_at(self, index: int) -> Unit | None: ...
-
-    def gather_early(self, unit: Unit) -> None: ...
-
-    def is_amid(self, task: int) -> bool: ...
-
-
-_roots: weakref.WeakSet[RootWithOptional] = weakref.WeakSet()  # that have optional units
-
-
-class OptionalUnits:
-    """The optional units of a root in the running pass. The root owns this object and passes itself to it."""
-
-    def __init__(self, root: RootWithOptional, own_groups: bool) -> None:
-        """``own_groups``: reduces have separate process groups."""
+    def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
+        super().__init__(units, device, policy)
         self._passed_over: set[int] = set()  # units that the running pass came to nothing of
         self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
         self._forward: int | None = None  # that the running backward belongs to
-        _check(root, own_groups)
-        for group in [group for unit in root.units for group in unit.groups]:
+        _check(units, self.reduce_lane.own_groups)
+        for group in [group for unit in units for group in unit.groups]:
             group.gradients.takes_part = True
-        _roots.add(root)
+        WITH_OPTIONAL.add(self)
 
-    def begin_pass(self) -> None:
+    def begin_forward(self, entry: Unit) -> None:
+        super().begin_forward(entry)
         self._passed_over.clear()
-        self._forward = None
 
-    def give_up(self) -> None:
-        """The running pass was interrupted."""
+    def begin_backward(self) -> None:
+        before = self.backwards
+        super().begin_backward()
+        if self.backwards != before:
+            self._passed_over.clear()
+            self._forward = None
+
+    def end_forward(self, grads: bool) -> None:
+        self._end_lingering()
+        self._pass_over(self.program.upcoming)
+        super().end_forward(grads)
+
+    def end_backward(self) -> None:
+        self._pass_over(self.program.upcoming, over=True)
+        super().end_backward()
+
+    def recover(self) -> None:
+        super().recover()
         self._lingering = None
 
+    def need(self, unit: Unit, gather: bool = True) -> None:
+        self._check_place(unit)
+        if self._lingering is not None and self._lingering[0] != unit.index:
+            self._end_lingering()
+        self._pass_over(self.program.before(unit.index))
+        super().need(unit, gather)
+
+    def unit_left(self, unit: Unit) -> None:
+        if unit.nests:  # the backward has left the units inside it, too
+            inside = [index for index in self.program.upcoming if self.program.is_inside(index, unit.index)]
+            self._pass_over(inside, over=True)
+        super().unit_left(unit)
+
+    def retain(self, unit: Unit) -> None:
+        """The last unit depends on what a rank uses, so all units of a recomputed segment stay."""
+
     def goes_through(self, forward: int) -> None:
-        """The running backward has reached a call in this forward. Raise if it has reached another forward before.
+        """Raise if the running backward has reached another forward before.
 
         A rank that skips a unit in one of two forwards cannot know which of them an all-gather of the unit belongs to.
         """
@@ -63,89 +84,56 @@ class OptionalUnits:
             )
         self._forward = forward
 
-    def come_to(self, root: RootWithOptional, unit: Unit) -> None:
-        """The running pass is about to use a unit."""
-        self._check_place(root, unit)
-        if self._lingering is not None and self._lingering[0] != unit.index:
-            self.end_lingering(root)
-        self.pass_over(root, root.program.before(unit.index))
+    def linger(self, unit: Unit, grads: bool) -> None:
+        """Its forward has ended, but may be called again before another unit's: other ranks gather it only once."""
+        self._lingering = unit.index, grads
 
-    def _check_place(self, root: RootWithOptional, unit: Unit) -> None:
-        if not unit.is_optional or unit.is_gathered or unit.index in root.program.upcoming:
+    def _end_lingering(self) -> None:
+        """Another unit is used, or the forward is over."""
+        lingering, self._lingering = self._lingering, None
+        unit = None if lingering is None else self.unit_at(lingering[0])
+        if unit is not None and lingering is not None:
+            unit.leave(keep=False, grads=lingering[1])
+
+    def _check_place(self, unit: Unit) -> None:
+        if not unit.is_optional or unit.is_gathered or unit.index in self.program.upcoming:
             return
-        if unit.index in self._passed_over or not root.program.is_first:
+        if unit.index in self._passed_over or not self.program.is_first:
             raise RuntimeError(
                 f"optional unit '{unit.name}' is called after units that are registered after it: ranks that skip it "
                 "have gathered it before those. Call units in the order in which they are registered, and an optional "
                 "unit in one place only"
             )
 
-    def pass_over(self, root: RootWithOptional, indices: Sequence[int], over: bool = False) -> None:
+    def _pass_over(self, indices: Sequence[int], over: bool = False) -> None:
         """The pass skips these units, unless it has used them. ``over``: the pass, or the unit around them, has ended.
 
         All-gathers and reduces of skipped units are launched in the order of a rank that uses them. So a rank that
         waits for a launch of another rank has itself launched everything that the other rank needs to get there.
         """
-        program = root.program
+        program, backward = self.program, self.program.running is Pass.BACKWARD
         within: list[Unit] = []  # units that have been passed over, as far as those inside them
         for index in list(indices):
-            unit = root.unit_at(index)
+            unit = self.unit_at(index)
             if unit is None or not unit.is_optional or index in self._passed_over:
                 continue
-            if not over and program.running is Pass.BACKWARD and unit.is_ahead:
+            if not over and backward and unit.is_ahead:
                 if not unit.is_gathered and unit.unshard_in_backward:
-                    root.gather_early(unit)
+                    self.gather_early(unit)
                 continue
             while within and not program.is_inside(index, within[-1].index):
                 within.pop().passed_over()
             self._passed_over.add(index)
-            unit.pass_over()
+            # Other ranks may use it: launch the same all-gathers.
+            self.arrive(unit, gather=unit.unshard_in_backward or not backward)
             within.append(unit)
         while within:
             within.pop().passed_over()
 
-    def pass_over_inside(self, root: RootWithOptional, unit: Unit) -> None:
-        """The backward has left a unit, and so the units nested in it."""
-        program = root.program
-        inside = [index for index in program.upcoming if program.is_inside(index, unit.index)]
-        self.pass_over(root, inside, over=True)
 
-    def linger(self, unit: Unit, grads: bool) -> None:
-        """Its forward has ended, but may be called again before another unit's: other ranks gather it only once."""
-        self._lingering = unit.index, grads
-
-    def end_lingering(self, root: RootWithOptional) -> None:
-        """Another unit is used, or the forward is over."""
-        lingering, self._lingering = self._lingering, None
-        unit = None if lingering is None else root.unit_at(lingering[0])
-        if unit is not None and lingering is not None:
-            unit.leave(keep=False, grads=lingering[1])
-
-
-def refuse_forward_within(root: RootWithOptional) -> None:
-    """Raise if a forward starts within the forward of another model that has optional units."""
-    for other in _roots:
-        if other is not root and other.entry is not None:
-            raise RuntimeError(
-                "a sharded model is called within the forward of another one that has optional units: ranks that skip "
-                "a unit would launch collectives in another order. Call it before or after that forward"
-            )
-
-
-def refuse_backward_of_two(root: RootWithOptional) -> None:
-    """Raise if a backward that starts also goes through another model with optional units that it may skip."""
-    for other in _roots:
-        if other is not root and other.is_amid(root.task):
-            raise RuntimeError(
-                "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
-                "that skip a unit would launch collectives in another order. Make both submodules of one module and "
-                "call fully_shard on that, or call backward for each"
-            )
-
-
-def _check(root: RootWithOptional, own_groups: bool) -> None:
-    """Raise ValueError if a model cannot have optional units."""
-    for unit in root.units:
+def _check(units: Sequence[Unit], own_groups: bool) -> None:
+    """Raise ValueError if a model cannot have optional units. ``own_groups``: reduces have separate process groups."""
+    for unit in units:
         for group, param, _ in unit.borrowed:
             owner = unit_with(group)
             if owner is not None and (unit.is_optional or owner.is_optional):
@@ -154,7 +142,7 @@ def _check(root: RootWithOptional, own_groups: bool) -> None:
                     "optional: ranks that skip a unit would gather it in another order. Call fully_shard on both "
                     "modules as one list, or without optional=True"
                 )
-    if any(unit.rows is not None for unit in root.units):
+    if any(unit.rows is not None for unit in units):
         raise ValueError("rows=True and optional=True cannot be used in one model; leave one of them out")
     if not own_groups:
         raise ValueError(

@@ -12,9 +12,8 @@ from flatshard import _recording, _torch
 from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.program import Program
 from flatshard.engine.schedule.agreement import Announcer
-from flatshard.engine.units.unit import RootProtocol, Unit
+from flatshard.engine.units.unit import RootProtocol, Unit, units_with
 from flatshard.layout import is_sharded
 from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
 
@@ -23,13 +22,7 @@ class Reduces:
     """Groups are numbers, in the order of registration, as in `Turns`. The root owns this object."""
 
     def __init__(
-        self,
-        root: RootProtocol,
-        units: Sequence[Unit],
-        pool: Pool,
-        policy: SchedulePolicy,
-        program: Program,
-        announcer: Announcer,
+        self, root: RootProtocol, units: Sequence[Unit], pool: Pool, policy: SchedulePolicy, announcer: Announcer
     ) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
@@ -39,10 +32,10 @@ class Reduces:
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
         self._root = weakref.ref(root)
-        self._policy, self._program, self._announcer = policy, program, announcer
+        self._policy, self._program, self._announcer = policy, root.program, announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
-        self._has_optional = any(unit.is_optional for unit in units)
+        self._has_optional = root.has_optional
         self._has_stopped = False  # a backward has stopped short of final gradients
         # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
         self._gathered = frozenset(
@@ -71,23 +64,18 @@ class Reduces:
 
     # Turns
 
-    @property
-    def counts(self) -> bool:
-        """Whether a group may be reduced when all its gradients have arrived, before the backward leaves its unit.
-
-        On ranks that use different parameters, the gradients arrive before or after an all-gather that other ranks wait
-        for. And reduces that share process groups with all-gathers must keep their place among them.
-        """
-        return self.is_alike and self.pool.lane.own_groups
-
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
         self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
-        """All gradients of a group have arrived."""
-        if self.counts:
+        """All gradients of a group have arrived. It may be reduced before the backward leaves its unit, but not always.
+
+        On ranks that use different parameters, the gradients arrive before or after an all-gather that other ranks wait
+        for. And reduces that share process groups with all-gathers must keep their place among them.
+        """
+        if self.is_alike and self.pool.lane.own_groups:
             self._program.turns.mark(number, over=False)
             self.take_due()
         elif not self._has_optional:  # else what counts is when units are left, which ranks that skip some can follow
@@ -133,11 +121,8 @@ class Reduces:
 
     def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
         """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
-        for ref in (group.owner, *group.borrowers) if group.borrowers else ():
-            unit: Unit | None = None if ref is None else ref()
-            if unit is not None and unit.root is not self._root() and (unit.is_awaited or not unit.intent.reduces):
-                return True
-        return False
+        others = [unit for unit in units_with(group) if unit.root is not self._root()] if group.borrowers else ()
+        return any(unit.is_awaited or not unit.intent.reduces for unit in others)
 
     def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:
         """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""

@@ -20,10 +20,9 @@ from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.schedule.auto_formats import AutoFormats
-from flatshard.engine.schedule.optional import OptionalUnits, refuse_backward_of_two, refuse_forward_within
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.unit import Phase, Unit, unit_of, unit_with
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
@@ -31,6 +30,8 @@ from flatshard.trust.record import PHASES, record
 
 class Root:
     """Owned by its units, and refers to them weakly or by number, so it does not keep a model alive."""
+
+    has_optional = False  # some of its units are: `OptionalRoot`
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
@@ -46,7 +47,7 @@ class Root:
         if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
             # All-gathers along the inner axis must not queue behind the refresh along the outer one after a step.
             self.gather_pool.refresh_lane = Lane("refresh", device)
-        self.program = Program([len(unit.groups) for unit in units], [unit.place.parent for unit in units])
+        self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
         of_units = [mesh for unit in units for mesh in (unit.mesh, *(group.mesh for group in unit.groups))]
@@ -55,11 +56,9 @@ class Root:
         self.program.checks = checking is not None
         # In check mode ranks compare over a separate lane, whose groups have a short timeout.
         talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
-        has_optional = any(unit.is_optional for unit in units)
-        self.announcer = Announcer(self.program, talk, has_optional, self._units[0])
+        self.announcer = Announcer(self.program, talk)
         self._has_agreed = False  # the ranks have compared their current models
-        pool = Pool(Lane("reduce", device))
-        self.reduces = Reduces(self, units, pool, policy, self.program, self.announcer)
+        self.reduces = Reduces(self, units, Pool(Lane("reduce", device)), policy, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
         self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
@@ -69,8 +68,6 @@ class Root:
         self.task = -1  # the autograd graph task of the running backward
         self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
         self._auto = AutoFormats() if any(unit.policy.gather_format == "auto" for unit in units) else None
-        self.optional = OptionalUnits(self, self.reduce_lane.own_groups) if has_optional else None
-        self.has_optional = has_optional
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 puts communication and compute into one hardware queue, so gathers and "
@@ -117,7 +114,7 @@ class Root:
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
             self._auto = None
         self.agree()
-        refuse_forward_within(self)
+        _refuse_forward_within(self)
         self.entry = entry.index
         self.forwards += 1
         if _ran is not None:
@@ -134,8 +131,6 @@ class Root:
                     group.renew()
                     if group.home.host:
                         group.source.prepare()
-        if self.optional is not None:
-            self.optional.begin_pass()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
@@ -167,9 +162,6 @@ class Root:
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
-        if self.optional is not None:
-            self.optional.end_lingering(self)
-            self.optional.pass_over(self, self.program.upcoming)
         self.entry = None
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
@@ -184,11 +176,9 @@ class Root:
         self.give_up_broken()  # and no forward has been since
         self.backwards += 1
         self.task = _torch.graph_task()
-        refuse_backward_of_two(self)
+        _refuse_backward_of_two(self)
         self._done.clear()
         self.reduces.begin(self.units)
-        if self.optional is not None:
-            self.optional.begin_pass()
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
@@ -196,23 +186,13 @@ class Root:
         self._end = weakref.ref(end)
         _torch.at_end_of_backward(end)
 
-    def is_amid(self, task: int) -> bool:
-        """Whether a backward of this autograd graph task has reached this model, but not yet its root."""
-        return self._end is not None and self.task == task and 0 not in self._done
-
     @property
     def is_nested(self) -> bool:
         """Within a backward: whether a segment is recomputed and differentiated as a separate graph."""
         return _torch.graph_task() != self.task
 
     def end_backward(self) -> None:
-        """All gradients have been computed."""
-        if self.optional is not None:
-            self.optional.pass_over(self, self.program.upcoming, over=True)
-        self._finish_backward()
-
-    def _finish_backward(self) -> None:
-        """Reduce the remaining groups, order the current stream after all reduces, and reset the units."""
+        """All gradients have been computed: reduce the remaining groups, wait for all reduces, and reset the units."""
         self._end = None
         self.reduces.take_left(self.units)
         for unit in reversed(self.units):
@@ -232,7 +212,7 @@ class Root:
         self.program.begin(Pass.BACKWARD)
         self.reduces.is_one_of_several = True
         try:
-            self._finish_backward()
+            Root.end_backward(self)  # which passes no unit over
         finally:
             self.reduces.is_one_of_several = False
         for unit in self.units:
@@ -255,8 +235,6 @@ class Root:
         for unit in self.units:
             unit.recover(broken)
         self._recomputed, self.entry, self._end = None, None, None
-        if self.optional is not None:
-            self.optional.give_up()
         self.program.abandon()
 
     def give_up_broken(self) -> None:
@@ -280,8 +258,6 @@ class Root:
         """
         if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
             self.announcer.announce("run", unit)
-        if self.optional is not None:
-            self.optional.come_to(self, unit)
         self.arrive(unit, gather)
         if not gather:
             return
@@ -306,7 +282,8 @@ class Root:
         if gather and not unit.is_gathered:
             self.gather(unit)
         self._gather_next(unit, self.policy.max_gathered - 1)
-        if self.reduces.in_flight and self.program.running is not Pass.BACKWARD and self.program.is_halfway:
+        in_forward = self.program.running is not Pass.BACKWARD
+        if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
 
     def gather_ahead(self, unit: Unit) -> None:
@@ -353,7 +330,7 @@ class Root:
         self.program.gathered.append(unit.index)
         if not self.program.has_launched:
             self.program.has_launched = any(group.launches for group in unit.needs)
-        lasting = unit.place.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
+        lasting = unit.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
         if len(unit.needs) == 1:
             unit.needs[0].gather(self.gather_pool, unit.name, lasting)
             return
@@ -385,9 +362,9 @@ class Root:
     def hold(self, units: Sequence[Unit]) -> None:
         """Keep the compute weights of these units as they are."""
         self._check_rest("hold_weights")
-        for unit in units:
-            for group in unit.groups:
-                group.check_hold()
+        for group in [group for unit in units for group in unit.groups if group.by_rows or group.is_extended]:
+            reason = "sharded with rows=True" if group.by_rows else "a tensor subclass, encoded in each gather"
+            raise NotImplementedError(f"hold_weights: '{group.params[0].name}' is {reason}; leave it out")
         self.refresh_order()
         for unit in units:
             for group in unit.groups:
@@ -433,8 +410,6 @@ class Root:
 
     def retain(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
-        if self.optional is not None:
-            return  # the last unit depends on what a rank uses, so all units of a recomputed segment stay
         earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
@@ -472,10 +447,10 @@ class Root:
                 return
             self.gather_early(other)
             room -= index not in self._apart
-        if backward and self.policy.keep_for_next and self.optional is None:
+        if backward and self.policy.keep_for_next and not self.has_optional:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
             for other in self.units:
-                kept = other.place.keeps_for_next and not other.is_last
+                kept = other.keeps_for_next and not other.is_last
                 if kept and not other.unshard_in_backward and not other.is_gathered:
                     self.gather(other)
 
@@ -488,7 +463,8 @@ class Root:
         ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
         staying = one = 0
         for each in (unit, *ahead, other):
-            opening = sum(group.opening_bytes for group in each.groups)
+            # Full weights that are not decoded yet.
+            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
             if each.nests or each.stays:
                 staying += opening
             else:
@@ -504,8 +480,6 @@ class Root:
 
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
-        if self.optional is not None and unit.nests:
-            self.optional.pass_over_inside(self, unit)
         self._done.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
@@ -515,17 +489,12 @@ class Root:
         """All gradients of a group have arrived."""
         self.reduces.group_complete(number)
 
-    # Features that most models do not use
-
     def linger(self, unit: Unit, grads: bool) -> None:
-        """The forward of an optional unit has ended, but may be called again before another unit's."""
-        assert self.optional is not None
-        self.optional.linger(unit, grads)
+        """The forward of a unit that is not kept has ended."""
+        unit.leave(keep=False, grads=grads)
 
     def goes_through(self, forward: int) -> None:
-        """The running backward has reached a call in this forward, of a model with optional units."""
-        assert self.optional is not None
-        self.optional.goes_through(forward)
+        """The running backward has reached a call in this forward, given by number; it may go through several."""
 
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of ``tokens`` in a unit that is an embedding by rows."""
@@ -558,7 +527,7 @@ class Root:
         """The running pass has ended."""
         if self.rows_lane is not self.gather_lane:
             self.program.has_launched = True  # a look-up
-        self.announcer.end_pass(self.gather_lane, self.reduces.pool.lane)
+        self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
         self.program.end(is_held=True in [Lease.USER in unit.leases for unit in self.units])
         record.phase = 0
 
@@ -594,6 +563,31 @@ def _experts(units: Sequence[Unit]) -> Iterator[int]:
         around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
         if around and around[-1].mesh != unit.mesh:
             yield number
+
+
+WITH_OPTIONAL: weakref.WeakSet[Root] = weakref.WeakSet()  # roots that have optional units
+
+
+def _refuse_forward_within(root: Root) -> None:
+    """Raise if a forward starts within the forward of another model that has optional units."""
+    for other in WITH_OPTIONAL:
+        if other is not root and other.entry is not None:
+            raise RuntimeError(
+                "a sharded model is called within the forward of another one that has optional units: ranks that skip "
+                "a unit would launch collectives in another order. Call it before or after that forward"
+            )
+
+
+def _refuse_backward_of_two(root: Root) -> None:
+    """Raise if a backward that starts also goes through another model with optional units that it may skip."""
+    for other in WITH_OPTIONAL:
+        # It has reached that model, but not yet its root.
+        if other is not root and other._end is not None and other.task == root.task and 0 not in other._done:
+            raise RuntimeError(
+                "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
+                "that skip a unit would launch collectives in another order. Make both submodules of one module and "
+                "call fully_shard on that, or call backward for each"
+            )
 
 
 _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -21,15 +20,13 @@ from flatshard.buffer.groups import group_among
 from flatshard.engine.gradients.gradients import Gradients, GradientScale
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, owner_of, register
-from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, make_params
-from flatshard.engine.parameters.structure import Structure
+from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site, Structure, make_params
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.tree.unit_classes import look_up_rows
+from flatshard.engine.rows import RowGradients, Rows
+from flatshard.engine.tree.unit_classes import EntryPoints
 from flatshard.engine.units.changes import hook_state_dicts
-from flatshard.engine.units.entry_points import EntryPoints
 from flatshard.engine.units.intent import Intent
-from flatshard.engine.units.unit import RootProtocol, Unit, own, unit_of
+from flatshard.engine.units.unit import Borrowed, FindRoot, Unit, own, unit_of
 from flatshard.engine.weights.codec import is_extended, unfilled
 from flatshard.engine.weights.formats import chosen
 from flatshard.engine.weights.offload import Home
@@ -49,6 +46,7 @@ from flatshard.policy import (
 )
 
 Named = tuple[str, nn.Parameter, list[Site]]
+Sharded = tuple[DBuffer, list[ShardedParam], Initial | None]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
 
@@ -56,58 +54,16 @@ NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules a
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The modules below ``roots`` that no nested unit owns, with their names from their root down."""
     seen: set[nn.Module] = set()
-    for root in roots:
-        yield from _walk("", root, seen)
-
-
-def _walk(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    yield name, module
-    for child_name, child in module.named_children():
-        if unit_of(child) is None and not _torch.is_replicated(child):
-            yield from _walk(f"{name}.{child_name}" if name else child_name, child, seen)
-
-
-def _registered(
-    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]
-) -> Iterator[tuple[str, nn.Parameter, Site]]:
-    """Every place where the modules of a unit hold a parameter, with the name of the parameter."""
-    for prefix, module in owned_modules(roots):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                yield f"{prefix}.{name}" if prefix else name, parameter, Site.of(module, name)
-
-
-def owned_parameters(roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter]) -> list[Named]:
-    """The parameters of a unit, each once, with every place where it is registered."""
-    found: dict[nn.Parameter, Named] = {}
-    for name, parameter, site in _registered(roots, ignored):
-        if OWNER not in parameter.__dict__:  # else another unit's: `borrowed_parameters`
-            _refuse(name, parameter)
-            found.setdefault(parameter, (name, parameter, []))[2].append(site)
-    return list(found.values())
-
-
-def borrowed_parameters(
-    roots: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter], mesh: DeviceMesh
-) -> list[tuple[ParamGroup, ShardedParam, Site]]:
-    """The parameters of a unit that are tied to those of another unit, which owns them, and their sites here."""
-    found = []
-    for name, parameter, site in _registered(roots, ignored):
-        if OWNER not in parameter.__dict__:
+    left = [("", root) for root in reversed(roots)]
+    while left:
+        name, module = left.pop()
+        if module in seen:
             continue
-        known, unit = parameter.__dict__[OWNER]
-        tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
-        owner = owner_of(parameter)
-        if owner is None or owner[0].is_full:
-            raise RuntimeError(f"{tied} and has unsharded; call reshard() on that module first")
-        group, index = owner
-        if group.mesh != mesh:
-            raise ValueError(f"{tied}, over another mesh; shard both over the same mesh")
-        found.append((group, group.params[index], site))
-    return found
+        seen.add(module)
+        yield name, module
+        for child_name, child in reversed(list(module.named_children())):
+            if unit_of(child) is None and not _torch.is_replicated(child):
+                left.append((f"{name}.{child_name}" if name else child_name, child))
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
@@ -232,9 +188,20 @@ class Kind:
         return resident(found) if self.marked else found
 
 
-Sorted = tuple[
-    list[tuple[ParamGroup, ShardedParam, Site]], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]
-]
+def _borrowed(name: str, parameter: nn.Parameter, site: Site, mesh: DeviceMesh) -> Borrowed:
+    """A parameter of a unit that is tied to that of another unit, which owns it, and its site here."""
+    known, unit = parameter.__dict__[OWNER]
+    tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
+    owner = owner_of(parameter)
+    if owner is None or owner[0].is_full:
+        raise RuntimeError(f"{tied} and has unsharded; call reshard() on that module first")
+    group, index = owner
+    if group.mesh != mesh:
+        raise ValueError(f"{tied}, over another mesh; shard both over the same mesh")
+    return group, group.params[index], site
+
+
+Sorted = tuple[list[Borrowed], dict[Kind, list[Named]], list[Named], dict[nn.Parameter, int]]
 
 
 def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
@@ -242,11 +209,22 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
 
     Raises if they cannot be sharded like this; nothing has changed then.
     """
-    borrowed = borrowed_parameters(modules, choices.ignored, choices.mesh)
+    borrowed: list[Borrowed] = []
+    owned: dict[nn.Parameter, Named] = {}  # each once, with every place where it is registered
+    for prefix, module in owned_modules(modules):
+        for own_name, parameter in module._parameters.items():
+            if parameter is None or parameter in choices.ignored:
+                continue
+            name, site = f"{prefix}.{own_name}" if prefix else own_name, Site.of(module, own_name)
+            if OWNER in parameter.__dict__:
+                borrowed.append(_borrowed(name, parameter, site, choices.mesh))
+            else:
+                _refuse(name, parameter)
+                owned.setdefault(parameter, (name, parameter, []))[2].append(site)
     by_kind: dict[Kind, list[Named]] = {}
     plain: list[Named] = []
     dims: dict[nn.Parameter, int] = {}
-    for named in owned_parameters(modules, choices.ignored):
+    for named in owned.values():
         parameter, marked = named[1], _is_marked(named)
         if marked and not parameter.requires_grad:
             plain.append(named)
@@ -287,19 +265,19 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
         )
 
 
-def build_unit(
-    modules: Sequence[nn.Module], choices: Choices, find_root: Callable[[Unit, nn.Module], RootProtocol]
-) -> Unit:
+def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRoot) -> Unit:
     """Shard the parameters below ``modules`` and register hooks. ``find_root``: as of a `Unit`."""
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
-    borrowed, by_kind, plain, dims = sort_parameters(modules, choices)
-    by_rows = _checked_rows(modules, borrowed, by_kind, dims, choices) if choices.rows else None
+    borrowed, by_kind, plain, dims = found = sort_parameters(modules, choices)
+    by_rows = _checked_rows(modules, found, choices) if choices.rows else None
     owner = type(modules[0]).__name__
     groups = [
         _build_group(params, [dims[p] for _, p, _ in params], kind, choices, owner) for kind, params in by_kind.items()
     ]
     for _, module in owned_modules(modules):
-        _move_buffers(module, choices.device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != choices.device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(choices.device)
         _torch.mark_managed(module)
     reshard, park = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
@@ -324,7 +302,11 @@ def build_unit(
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh = park  # the others are gathered again from all
     if by_rows is not None:
-        look_up_rows(unit, by_rows)
+        gradients = groups[0].gradients
+        assert isinstance(gradients, RowGradients)
+        gradients.padding = by_rows.padding_idx
+        unit.rows = Rows(groups[0])  # forwards request rows; the table is gathered only if the user calls for it
+        unit.derive()
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for param in group.params for site in param.sites}
         owned = [module for _, module in owned_modules(modules) if module not in modules]
@@ -335,15 +317,9 @@ def build_unit(
     return unit
 
 
-def _checked_rows(
-    modules: Sequence[nn.Module],
-    borrowed: Sequence[Any],
-    by_kind: dict[Kind, list[Named]],
-    dims: dict[nn.Parameter, int],
-    choices: Choices,
-) -> nn.Embedding:
+def _checked_rows(modules: Sequence[nn.Module], found: Sorted, choices: Choices) -> nn.Embedding:
     """The embedding of a unit by rows. Raises if it cannot be one."""
-    module = modules[0]
+    module, (borrowed, by_kind, _, dims) = modules[0], found
     if len(modules) > 1 or not isinstance(module, nn.Embedding):
         raise ValueError(f"rows=True needs one nn.Embedding as the module, not {type(module).__name__}")
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -420,59 +396,49 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     ]
     by_tensor = kind.extended is not None or (chunked and choices.layout == "auto")
     planned = plan(shapes, shards, layout="tensor" if by_tensor else choices.layout, dims=dims, apart=apart)
-    home = Home.of(choices.device, choices.offload)
-    if kind.extended is not None:
-        group = _build_extended(params, planned, kind, choices, home)
+    home, is_extended = Home.of(choices.device, choices.offload), kind.extended is not None
+    if is_extended:
+        main, sharded, initial = _shard_extended(params, planned, kind, choices, home)
     else:
-        group = _build_plain(params, whole, planned, kind, choices, home, owner, apart)
+        main, sharded, initial = _shard_plain(params, whole, planned, kind, choices, home)
+    of_rows, own = RowGradients if choices.rows else Gradients, params[0][1].dtype
+    group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
+    group.initial = initial
     group.gradients.ask(scale=kind.scale)
     # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
-    register(group, (parameter for _, parameter, _ in params), in_main=kind.extended is None)
+    register(group, (parameter for _, parameter, _ in params), in_main=not is_extended)
     return group
 
 
-def _build_plain(
-    params: list[Named],
-    whole: Sequence[torch.Tensor],
-    planned: Layout,
-    kind: Kind,
-    choices: Choices,
-    home: Home,
-    owner: str,
-    marks: Sequence[bool],
-) -> ParamGroup:
-    mesh, placements, precision = kind.mesh, kind.placements(choices), choices.precision
-    floating = kind.dtype.is_floating_point
-    main_dtype = precision.main_dtype if precision.main_dtype is not None and floating and kind.trainable else None
+def _shard_plain(
+    params: list[Named], whole: Sequence[torch.Tensor], planned: Layout, kind: Kind, choices: Choices, home: Home
+) -> Sharded:
+    mesh, main_dtype = kind.mesh, choices.precision.main_dtype
     full = [p.detach() if p.is_meta else p.detach().to(choices.device) for p in whole]
     has_values = not any(tensor.is_meta for tensor in full)
     if choices.values == "first" and has_values:
         full = from_first(full, mesh)
     compared = choices.values in ("same", "warn") and has_values and mesh.size() > 1
     initial = Initial(full, warns=choices.values == "warn") if compared else None
-    main = DBuffer.distribute(full, planned, mesh, placements.optimizer)
-    if main_dtype is not None and main_dtype != main.dtype:
+    main = DBuffer.distribute(full, planned, mesh, kind.placements(choices).optimizer)
+    if main_dtype not in (None, main.dtype) and kind.dtype.is_floating_point and kind.trainable:
         main = main.cast(main_dtype)
     main = home.take(main)
     sharded = make_params(main, params, choices.where.axes, apart=kind.apart)
-    own, of_rows = params[0][1].dtype, RowGradients if choices.rows else Gradients
-    group = ParamGroup(sharded, main, placements, precision, home, own=own, owner=owner, kind=of_rows, marks=marks)
     if initial is not None:
-        initial.parts, group.initial = initial.of_parts(main), initial
-    for _, parameter, _ in params:
+        initial.parts = initial.of_parts(main)
+    for _, parameter, _ in params if kind.parallel is None else ():
         # An original that is still referenced (by a tied module, an optimizer) keeps no memory.
-        if kind.parallel is None:
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return group
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return main, sharded, initial
 
 
-def _build_extended(named: Sequence[Named], layout: Layout, kind: Kind, choices: Choices, home: Home) -> ParamGroup:
+def _shard_extended(named: list[Named], layout: Layout, kind: Kind, choices: Choices, home: Home) -> Sharded:
     """Shard parameters of a tensor subclass."""
-    placements = kind.placements(choices)
     whole = [_torch.held_of(p).detach() for _, p, _ in named]
-    main = unfilled(layout, kind.mesh, placements, whole[0].dtype)
+    main = unfilled(layout, kind.mesh, kind.placements(choices), whole[0].dtype)
     structures: list[tuple[Structure, list[bool]] | None] = []
     locals_ = []
     with torch.no_grad():
@@ -491,13 +457,7 @@ def _build_extended(named: Sequence[Named], layout: Layout, kind: Kind, choices:
     params = make_params(main, named, choices.where.axes, locals_)
     for param, made_of in zip(params, structures):
         param.made_of = made_of
-    return ParamGroup(params, main, placements, choices.precision, home, is_extended=True)
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-            module._buffers[name] = buffer.to(device)
+    return main, params, None
 
 
 def units_below(module: nn.Module) -> list[tuple[str, Unit]]:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
-from flatshard.engine.groups.changes import check_given, fill, given
-from flatshard.engine.groups.names import Names
+from flatshard.engine.groups.changes import Names, check_given, fill, given
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.tree.build import owned_modules, units_below
 from flatshard.engine.units.unit import Unit, unit_of
@@ -128,9 +127,8 @@ def _materialize_unit(
 
 
 def _value(param: ShardedParam, device: torch.device) -> torch.Tensor:
-    if not param.sites:  # another parameter has taken its place
-        return torch.zeros(param.sharded.shape, dtype=param.sharded.dtype, device=device)
-    return param.sites[0].get().data
+    found = param.sites[0].look() if param.sites else None  # None: another parameter has taken its place
+    return torch.zeros(param.sharded.shape, dtype=param.sharded.dtype, device=device) if found is None else found.data
 
 
 def _fill_plain(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -1,16 +1,23 @@
-"""From a unit to its root: the units under it, and their places."""
+"""From a unit to its root: the units under it, their places, and which of them stay gathered between passes.
+
+A unit that is kept from its forward to its backward, or from the backward of one micro-batch to the forward of the
+next, saves one all-gather: the transfer time of its bytes and one latency. Per byte of the budget, the transfer time is
+the same for all units, and the latency is larger for smaller units, so small units are kept first. Among units of equal
+size, those that are kept for the shortest time come first: the last units of a forward for backward, the first units
+for the next forward.
+"""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
 
 from torch import nn
 
-from flatshard.engine.schedule.keep import plan_kept
+from flatshard.engine.schedule.optional import OptionalRoot
 from flatshard.engine.schedule.root import Root, root_of
+from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.materialize import materialize, refuse_meta
-from flatshard.engine.units.intent import Place
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.policy import SchedulePolicy
 
@@ -29,22 +36,29 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
             stacklevel=2,
         )
         materialize(module)
-    places = _places(module)
-    units, policy = list(places), unit.schedule or SchedulePolicy()
+    for name, found in units_below(module):
+        if found.root is not None and found.root.program.running is not None:
+            raise RuntimeError(f"unit '{name}' is in a forward or backward; finish that before you call its parent")
+    units, policy = _placed(module), unit.schedule or SchedulePolicy()
     for found in units:
         found.release()
-    for_backward, for_next = plan_kept(units, policy)
-    for found, place in places.items():
-        found.take_place(replace(place, stays_for_backward=found in for_backward, keeps_for_next=found in for_next))
-    root = Root(units, unit.device, policy)
+    # In a forward's order. Of those that stay for the next micro-batch, backward gathers some only at its end.
+    auto = [found for found in reversed(units) if found.intent.reshard_after_forward == "auto"]
+    for_backward = _chosen([found for found in auto if found.unshard_in_backward], policy.keep_for_backward)
+    for_next = _chosen([found for found in units if found.unshard_in_forward], policy.keep_for_next)
+    for found in units:
+        found.stays_for_backward, found.keeps_for_next = found in for_backward, found in for_next
+        found.derive()
+    kind = OptionalRoot if any(found.is_optional for found in units) else Root
+    root = kind(units, unit.device, policy)
     for found in units:
         found.root = root
     return root
 
 
-def _places(module: nn.Module) -> dict[Unit, Place]:
-    """The places of all units at and below a module, in the order of registration."""
-    places: dict[Unit, Place] = {}
+def _placed(module: nn.Module) -> list[Unit]:
+    """All units at and below a module, in the order of registration, with their places set."""
+    units: list[Unit] = []
     at: dict[str, Unit] = {}
     count = 0
     for name, child in module.named_modules():
@@ -52,21 +66,33 @@ def _places(module: nn.Module) -> dict[Unit, Place]:
         if unit is None:
             continue
         at[name] = unit
-        if unit in places:
+        if unit in units:
             continue
-        if unit.root is not None and unit.root.program.running is not None:
-            raise RuntimeError(f"unit '{name}' is in a forward or backward; finish that before you call its parent")
         above = [name[:end] for end in range(len(name) - 1, -1, -1) if name[end] == "."] + [""] * bool(name)
         around = [at[outer] for outer in above if outer in at]
         for outer in around:
-            places[outer] = replace(places[outer], nests=True)
-        places[unit] = Place(
-            name=name or type(child).__name__,
-            index=len(places),
-            numbers=range(count, count + len(unit.groups)),
-            parent=places[around[0]].index if around else None,
-            is_optional=bool(places)
-            and (unit.intent.is_optional or any(places[outer].is_optional for outer in around)),
-        )
+            outer.nests = True
+        unit.name, unit.index = name or type(child).__name__, len(units)
+        unit.numbers, unit.nests = range(count, count + len(unit.groups)), False
+        unit.parent = around[0].index if around else None
+        optional = unit.intent.is_optional or any(outer.is_optional for outer in around)
+        unit.is_optional = optional and bool(units)
+        units.append(unit)
         count += len(unit.groups)
-    return places
+    return units
+
+
+def gathered_bytes(unit: Unit) -> int:
+    """Device memory of the full weights of a unit, without what this rank holds between passes anyway."""
+    return sum(group.gathered_bytes for group in unit.groups)
+
+
+def _chosen(candidates: Sequence[Unit], budget: int) -> set[Unit]:
+    """Those that fit into a budget of bytes."""
+    chosen = set()
+    for unit in sorted(candidates, key=gathered_bytes):
+        size = gathered_bytes(unit)
+        if 0 < size <= budget:
+            chosen.add(unit)
+            budget -= size
+    return chosen

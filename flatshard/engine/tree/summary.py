@@ -150,11 +150,11 @@ def _formats(formats: Formats) -> str:
 
 
 def _kept(unit: Unit, group: ParamGroup, keeps: bool) -> str:
-    if group.is_resident:
+    if group.source.is_resident:
         return "always"
     if unit.rows is not None:
         return "by rows"
-    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.place.keeps_for_next
+    moments = ["until backward"] * keeps + ["between micro-batches"] * unit.keeps_for_next
     return ", ".join(moments) or "no"
 
 
@@ -195,7 +195,7 @@ def _check_group(group: ParamGroup, unit: str) -> None:
         )
         assert local.numel() == 0 or local.data_ptr() == view.data_ptr(), f"{where} does not lie in its main buffer"
         shown = param.full if group.is_full else param.sharded
-        assert all(site.get() is shown for site in param.sites), f"{where} was replaced in its module"
+        assert all(site.look() is shown for site in param.sites), f"{where} was replaced in its module"
         if local.numel():
             start = (local.data_ptr() - base) // local.element_size()
             taken.append((start, start + local.numel(), param.name))

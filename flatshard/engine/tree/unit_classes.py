@@ -1,8 +1,8 @@
-"""Classes of units: the class of a module before it was sharded, and `nn.Embedding` whose forward looks up rows."""
+"""Modules of units: their classes before they were sharded, `nn.Embedding` by rows, and submodules called directly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from flatshard import _torch
-from flatshard.engine.rows.gradients import RowGradients
-from flatshard.engine.rows.lookup import Rows
 from flatshard.engine.units.unit import Unit, unit_of
-
-
-def look_up_rows(unit: Unit, module: nn.Embedding) -> None:
-    """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
-    gradients = unit.groups[0].gradients
-    assert isinstance(gradients, RowGradients)
-    gradients.padding = module.padding_idx
-    unit.look_rows_up(Rows(unit.groups[0]))
 
 
 def class_before(cls: type) -> type:
@@ -56,3 +46,40 @@ class RowEmbedding(nn.Embedding):
                 "call the module"
             )
         return unit.root.look_up(unit, input)
+
+
+class EntryPoints:
+    """Submodules of a unit that are called directly (an encoder that `generate` runs first, a head, a norm).
+
+    Their parameters are sharded at that time, and no forward of the unit is running that would gather them. Such a call
+    becomes a forward of the unit in which only that submodule runs. Only units that contain other units support this:
+    users who call layers of a block one by one unshard the block, and hooks on all layers would cost time in each step.
+    """
+
+    def __init__(self, unit: Unit, parts: Iterable[nn.Module]) -> None:
+        self._unit = unit
+        self._running: nn.Module | None = None  # the part whose call is running
+        for part in parts:
+            part.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            part.register_forward_hook(self._after)
+            part.register_forward_hook(self._after_exception, always_call=True)
+
+    # Compilers look into these: within a compiled forward of the unit its parameters are full.
+
+    def _before(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or self._unit.shows_full:
+            return None
+        self._running = part
+        return self._unit._pre_forward(self._unit.modules[0], args, kwargs)
+
+    def _after(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or self._running is not part:
+            return None
+        self._running = None
+        return self._unit._post_forward(self._unit.modules[0], args, output)
+
+    def _after_exception(self, part: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._running is not part:
+            return
+        self._running = None
+        self._unit._after_exception(self._unit.modules[0], args, output)

@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
+from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups import changes
-from flatshard.engine.groups.changes import Change
-from flatshard.engine.groups.names import Names
-from flatshard.engine.units.leases import Lease
-from flatshard.engine.units.tying import tie
+from flatshard.engine.groups.changes import Change, Names
+from flatshard.engine.groups.param_group import ParamGroup
+from flatshard.engine.groups.registry import group_of, owner_of, retire
+from flatshard.engine.parameters.sharded_param import ShardedParam, Site
+from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.unit import Phase, Unit
 
 
@@ -42,8 +44,53 @@ def absorb_moved(unit: Unit) -> None:
                 raise RuntimeError(f"unit '{unit.name}' is called within gathered(write=True); leave that first")
             group.release()  # it may have been gathered ahead
             if not unit.is_awaited:
-                tie(unit, group, absorb_moved)
+                _tie(unit, group)
             changes.absorb(group, unit.is_awaited, root=_root(unit))
+
+
+def _tie(unit: Unit, group: ParamGroup) -> None:
+    """Tie modules of ``unit`` to the parameter of another module, if they were given that parameter.
+
+    Loaders tie output layers to embeddings only after sharding. Each module had its own parameter in a group. One of
+    the two keeps its place, and the module of the other borrows it, as if they had shared it from the start. The place
+    of the other parameter in its group stays empty: its part of the buffers is still gathered, but not used. A group
+    with only empty places is dropped.
+    """
+    for index, param in enumerate(group.params):
+        for site in list(param.sites):
+            found = site.look()
+            if found is not None and found is not param.sharded:
+                _tie_site(unit, group, index, site, found)
+    if not any(param.sites for param in group.params):
+        unit.groups.remove(group)
+        unit.needs.remove(group)
+
+
+def _tie_site(unit: Unit, group: ParamGroup, index: int, site: Site, found: nn.Parameter) -> None:
+    assert unit.root is not None
+    param = group.params[index]
+    for other in unit.root.units if group_of(found) is None else ():
+        # No unit has it yet: the innermost unit adopts it.
+        if other.index > unit.index and any(place.look() is found for each in _params(other) for place in each.sites):
+            absorb_moved(other)
+            break
+    owner = owner_of(found) if group_of(found) is not None else None
+    if owner is None or not is_cut_alike(found, param.sharded):
+        return
+    lender, lent = owner[0], owner[0].params[owner[1]]
+    if not any(each is lent for other in unit.root.units for each in _params(other)):
+        return  # of another model
+    param.sites.remove(site)
+    lent.sites.append(site)
+    if lender is not group:
+        unit.borrow(lender, lent, site)
+    lender.snapshot.add(site, found)
+    if not param.sites:
+        retire(group, index, *owner)
+
+
+def _params(unit: Unit) -> Iterator[ShardedParam]:
+    return (param for group in unit.groups for param in group.params)
 
 
 def check_change(unit: Unit, change: Change) -> None:
@@ -125,7 +172,7 @@ def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bo
         unit.reshard()
         return
     for group in unit.needs:
-        group.swap_out()  # one rank may save alone: nothing is given back that others keep
+        group.swap(to_full=False)  # one rank may save alone: nothing is given back that others keep
 
 
 def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

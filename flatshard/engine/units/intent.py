@@ -1,9 +1,10 @@
-"""The settings of a user for a unit, and the place of a unit under its root. Both are immutable."""
+"""The settings of a user for a unit, and why its full weights stay gathered."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from torch import nn
@@ -29,15 +30,16 @@ class Intent:
     prefetch_in_backward: Modules | None = None
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a unit under its root, and what the root has chosen for it. Created again with every root."""
+class Lease(Enum):
+    """A reason to keep the full weights of a unit. Modules have full parameters under the first two.
 
-    name: str
-    index: int = 0  # in the order of registration
-    numbers: range = range(0)  # of its groups in the program
-    parent: int | None = None  # the index of the unit around it
-    nests: bool = False  # it contains other units
-    is_optional: bool = False  # it, or a unit around it, is optional; never the root
-    stays_for_backward: bool = False  # only if `reshard_after_forward` is "auto"
-    keeps_for_next: bool = False  # gathered between the micro-batches of a step
+    A unit without any is resharded.
+    """
+
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
+    PASS = "a pass"  # is running through the unit, or has recomputed it for its backward
+    USER = "gathered()"  # its block is running
+    PREFETCH = "prefetch"  # until the running pass reaches the unit, passes it over, or ends
+    NEXT = "the next pass"  # uses them if main has not changed by then
+    GRAPH = "a graph of gradients"  # of a backward with create_graph=True; its own backward reads the weights

@@ -9,23 +9,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
+from flatshard.buffer import Lane
 from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
 from flatshard.engine.program import Pass, Program
-from flatshard.engine.rows.lookup import Rows
-from flatshard.engine.units.intent import Intent, Place
-from flatshard.engine.units.leases import Lease
+from flatshard.engine.rows import Rows
+from flatshard.engine.units.intent import Intent, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output
-from flatshard.engine.watch.transforms import watch_transformed
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -46,9 +45,11 @@ _numbers = itertools.count()
 
 
 class RootProtocol(Protocol):
-    """The members of a root that a unit uses: the state of the current pass, all-gathers and reduces."""
+    """The members of a root that its units and its parts use: the state of the current pass, all-gathers, reduces."""
 
     program: Program
+    gather_lane: Lane
+    meshes: list[DeviceMesh]
     entry: int | None  # the outermost unit whose forward is running
     forwards: int  # their number so far
     backwards: int
@@ -64,7 +65,6 @@ class RootProtocol(Protocol):
     def end_forward(self, grads: bool) -> None: ...
     def begin_backward(self) -> None: ...
     def need(self, unit: Unit, gather: bool = True) -> None: ...
-    def arrive(self, unit: Unit, gather: bool) -> None: ...
     def linger(self, unit: Unit, grads: bool) -> None: ...
     def retain(self, unit: Unit) -> None: ...
     def gather_ahead(self, unit: Unit) -> None: ...
@@ -72,9 +72,13 @@ class RootProtocol(Protocol):
     def unit_left(self, unit: Unit) -> None: ...
     def group_complete(self, number: int) -> None: ...
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
+    def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
     def give_up_broken(self) -> None: ...
-    def reset(self) -> None: ...
     # fmt: on
+
+
+Borrowed: TypeAlias = tuple[ParamGroup, ShardedParam, Site]  # a parameter of another unit, and where it is used
+FindRoot: TypeAlias = Callable[["Unit", nn.Module], RootProtocol]
 
 
 class Unit:
@@ -88,24 +92,20 @@ class Unit:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         intent: Intent,
-        find_root: Callable[[Unit, nn.Module], RootProtocol],
+        find_root: FindRoot,
         schedule: SchedulePolicy | None = None,
         hooked: bool = True,
     ) -> None:
         """``find_root``: creates the root of a unit that has none, with this module as the root module."""
         self.groups = list(groups)
         self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
-        self.borrowed: list[tuple[ParamGroup, ShardedParam, Site]] = []  # those parameters, and their sites
-        self.mesh = mesh
-        self.device = device
-        self.policy = policy
-        self.intent = intent
-        self.is_first = self._is_last = True  # of the micro-batches of an optimizer step
+        self.borrowed: list[Borrowed] = []  # those parameters, and their sites
+        self.mesh, self.device, self.policy, self.intent = mesh, device, policy, intent
+        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
         # contains an embedding may also multiply by its weights.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
-        self._find_root = find_root
-        self.schedule = schedule
+        self._find_root, self.schedule = find_root, schedule
         self.choices: Any = None  # the arguments of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process
@@ -125,51 +125,46 @@ class Unit:
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
-            group.gradients.on_complete = functools.partial(_group_complete, self._me, index)
-            group.gradients.on_first = functools.partial(_gradient_arrives, self._me)
+            group.gradients.on_arrival = functools.partial(_gradient_arrives, self._me, index)
         for module in modules if hooked else ():
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_forward_hook(self._after_exception, always_call=True)
-        self.take_place(Place(type(modules[0]).__name__))
+        # Its place under its root, set anew with every root.
+        self.name, self.index = type(modules[0]).__name__, 0  # the latter in the order of registration
+        self.numbers = range(0)  # of its groups in the program
+        self.parent: int | None = None  # the index of the unit around it
+        self.nests = False  # it contains other units
+        self.is_optional = False  # it, or a unit around it, is optional; never the root
+        self.stays_for_backward = False  # only if `reshard_after_forward` is "auto"
+        self.keeps_for_next = False  # gathered between the micro-batches of a step
+        self.derive()
 
     def ask(self, **changes: Any) -> None:
         """Replace these fields of the unit's `Intent`."""
         self.intent = replace(self.intent, **changes)
-        self._derive()
+        self.derive()
 
-    def take_place(self, place: Place) -> None:
-        """Set the place of this unit under a root."""
-        self.place = place
-        self.name, self.index, self.numbers = place.name, place.index, place.numbers
-        self.nests, self.is_optional = place.nests, place.is_optional
-        self._derive()
-
-    def _derive(self) -> None:
+    def derive(self) -> None:
         """Derive the values that every pass reads from the settings and the place."""
-        intent, place = self.intent, self.place
+        intent = self.intent
         asked = intent.reshard_after_forward
-        self.reshard_after_forward = not place.stays_for_backward if asked == "auto" else asked
+        self.reshard_after_forward = not self.stays_for_backward if asked == "auto" else asked
         # Whether full weights may stay from one pass to another without a lease of another kind.
         stays = self.reshard_after_forward is False or not intent.reshard_after_backward
-        self.may_stay = stays or place.keeps_for_next
+        self.may_stay = stays or self.keeps_for_next
         self.unshard_in_forward = self.rows is None
         reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
         # How far gradients are reduced.
         self.goal = Goal.UNREDUCED
         if intent.reduces:
-            self.goal = Goal.FINAL if self._is_last and intent.all_reduces else Goal.REST
+            self.goal = Goal.FINAL if self.is_last and intent.all_reduces else Goal.REST
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the last micro-batch of an optimizer step."""
-        return self._is_last
-
-    @is_last.setter
-    def is_last(self, value: bool) -> None:
-        self._is_last = value
-        self._derive()
+    def set_batch(self, is_first: bool, is_last: bool) -> None:
+        """Which of the micro-batches of an optimizer step the next passes are of."""
+        self.is_first, self.is_last = is_first, is_last
+        self.derive()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -183,7 +178,7 @@ class Unit:
                 "embedding without rows=True"
             )
         self.borrowed.append((group, param, site))
-        self._derive()
+        self.derive()
         if group not in self.needs:
             group.borrowers.append(self._me)
             self.needs.append(group)
@@ -197,11 +192,6 @@ class Unit:
             if group.ticket is None:
                 return False
         return True
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether full weights are always on this rank: `release` only hides them."""
-        return all(group.is_resident for group in self.needs)
 
     @property
     def is_at_rest(self) -> bool:
@@ -252,16 +242,14 @@ class Unit:
         if call is not None and call.inner is not None and which in call.running:  # `generate` runs its forward
             call.inner += 1
             return self._cast_inputs(args, kwargs)
+        if recompute:
+            root.begin_backward()
         if call is None or not call.goes_on_with(module):
-            if recompute:
-                root.begin_backward()
-            elif root.entry is None or root.entry == self.index:
+            if not recompute and (root.entry is None or root.entry == self.index):
                 root.begin_forward(self)
                 if self.device.type != "cpu":
                     args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
-        elif recompute:
-            root.begin_backward()
         run = call.running[which] = Run(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
@@ -324,8 +312,7 @@ class Unit:
         call.left.discard(which)
         if grads:
             self._await(call)
-        left = call.left
-        if left and root.entry == self.index and self.index:
+        if call.left and root.entry == self.index and self.index:
             call.left.clear()  # a module of a list, called alone: a loss by chunks, for example
         if call.left:
             return
@@ -391,23 +378,17 @@ class Unit:
                 self.hide()  # an optimizer that is built now needs the sharded parameters
             return
         for group in self.groups if grads else ():
-            if group.park_mesh is not None:
-                group.park()
+            if group.park_mesh is not None and group.ticket is not None:
+                group.source.park(group.park_mesh)
         self.release()
-
-    def pass_over(self) -> None:
-        """The running pass skips this optional unit. Other ranks may use it: launch the same all-gathers."""
-        root = self.root
-        assert root is not None
-        backward = root.program.running is Pass.BACKWARD
-        root.arrive(self, gather=self.unshard_in_backward or not backward)
 
     def passed_over(self) -> None:
         """The units nested in this skipped unit have been skipped too: release it, and reduce it in a backward."""
         root = self.root
         assert root is not None
         for group in self.needs:
-            group.wait()
+            if group.ticket is not None:
+                group.ticket.wait()
         if root.program.running is Pass.BACKWARD:
             if self.is_gathered and self._reshards_now:
                 self.release()
@@ -419,11 +400,6 @@ class Unit:
                 group.heed_requires_grad()  # as on ranks that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
-
-    def look_rows_up(self, rows: Rows) -> None:
-        """Request rows from other ranks in forward, and gather the table only if the user calls for it."""
-        self.rows = rows
-        self._derive()
 
     def forward_over(self, grads: bool) -> None:
         """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
@@ -585,7 +561,7 @@ class Unit:
         """Whether the weights are released after the backward that is running."""
         return (
             self.intent.reshard_after_backward
-            and (not self.place.keeps_for_next or self._is_last)
+            and (not self.keeps_for_next or self.is_last)
             and Lease.GRAPH not in self.leases
             and Lease.USER not in self.leases
         )
@@ -644,7 +620,7 @@ class Unit:
         """Whether a forward that starts can use the gathered weights."""
         if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
             return False
-        if self.place.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
+        if self.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
             return False
         if any(group.made_of != group.state for group in self.needs):
             return False
@@ -663,7 +639,7 @@ class Unit:
         if Lease.USER not in self.leases:
             self.leases[Lease.PASS] = True
         for group in self.needs:
-            group.swap_in()
+            group.swap(to_full=True)
 
     def release(self, always: bool = False) -> None:
         """Release the gathered weights, unless another unit needs them. A running `gathered` block keeps them.
@@ -680,7 +656,7 @@ class Unit:
                 if group.ticket is not None:
                     group.release()
             elif Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap_out()
+                group.swap(to_full=False)
 
     def hide(self) -> None:
         """Put the sharded parameters back after a pass, but keep the full weights gathered."""
@@ -690,7 +666,7 @@ class Unit:
         for group in self.needs:
             leases = _leases_of_others(self, group) if group.borrowers else ()
             if Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap_out()
+                group.swap(to_full=False)
 
     def reshard(self) -> None:
         """Put the sharded parameters back, even if a later pass needs the full ones: it gathers them again.
@@ -712,24 +688,19 @@ class Unit:
 
 def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
     """The leases of other units that share a group with this one."""
-    others = [ref() for ref in (group.owner, *group.borrowers) if ref is not None]
-    return {lease for other in others if other is not None and other is not unit for lease in other.leases}
+    return {lease for other in units_with(group) if other is not unit for lease in other.leases}
 
 
-def _gradient_arrives(unit: weakref.ref[Unit]) -> None:
-    """A gradient of a parameter that was used outside of any forward: only this shows that a backward runs."""
+def _gradient_arrives(unit: weakref.ref[Unit], index: int, is_complete: bool) -> None:
+    """A gradient of a group has arrived. If its parameter was used outside of any forward, only this shows a backward.
+
+    ``is_complete``: all have. The weights may be read until the gradients of the inputs are complete.
+    """
     found = unit()
     if found is not None and found.root is not None:
         found.root.begin_backward()
-
-
-def _group_complete(unit: weakref.ref[Unit], index: int) -> None:
-    """All gradients of a group have arrived. Its weights may be read until the gradients of the inputs are complete."""
-    found = unit()
-    if found is not None:
-        assert found.root is not None
-        found.root.begin_backward()
-        found.root.group_complete(found.numbers[index])
+        if is_complete:
+            found.root.group_complete(found.numbers[index])
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -741,6 +712,11 @@ def unit_of(module: nn.Module) -> Unit | None:
 def own(module: nn.Module, unit: Unit) -> None:
     """Register a unit for `unit_of`."""
     module.__dict__[_UNIT] = unit
+
+
+def units_with(group: ParamGroup) -> list[Unit]:
+    """The unit that owns a group, and those whose modules share some of its parameters, while they exist."""
+    return [unit for ref in (group.owner, *group.borrowers) if ref is not None and (unit := ref()) is not None]
 
 
 def unit_with(group: ParamGroup) -> Unit | None:

@@ -1,4 +1,1 @@
-"""Hooks on the inputs and outputs of forwards, which follow a backward.
-
-Uses autograd only.
-"""
+"""Hooks on the inputs and outputs of forwards, which follow a backward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ class Watcher(Protocol):
 
     def inputs_passed(self) -> None:
         """The gradients of one call's inputs are complete."""
+
+
+Owner: TypeAlias = Callable[[], Watcher | None]  # a weak reference to a unit
 
 
 class Call:
@@ -44,12 +47,7 @@ class Call:
     )
 
     def __init__(
-        self,
-        unit: Callable[[], Watcher | None],
-        modules: frozenset[int],
-        forward: int,
-        before: Call | None,
-        recompute: bool,
+        self, unit: Owner, modules: frozenset[int], forward: int, before: Call | None, recompute: bool
     ) -> None:
         """``modules``: of the unit, by id. ``before``: the call that started last."""
         self.unit = unit
@@ -220,9 +218,7 @@ class _InputsPassed(torch.autograd.Function):
 
 
 @_torch.uncompiled
-def _inputs_passed(
-    unit: Callable[[], Watcher | None], call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None
-) -> None:
+def _inputs_passed(unit: Owner, call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None) -> None:
     found, of = unit(), call()
     if found is None:
         refuse_orphan()
@@ -242,3 +238,42 @@ def gradient_at_output(call: Call, run: Run, grad: torch.Tensor | None = None) -
         return
     with _torch.Untransformed():
         found.gradient_at_output(call)
+
+
+class _OutputReached(torch.autograd.Function):
+    """Identity of an output and of its tangent; ``reached`` is called when a gradient reaches either.
+
+    Transforms (`jvp`, `vjp`, `vmap`) apply to modules, not to flatshard's hooks. Inside a transform tensors
+    are wrapped, and ``requires_grad`` may be False on a tensor that an outer backward will reach. So all-gathers and
+    releases run outside of it (`_torch.Untransformed`), and this function, which supports transforms, watches all
+    outputs. Inputs are not watched: a forward then has gradients on several paths (primal and tangent), and only the
+    hooks of the parameters show when all of them are complete.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(reached: Callable[[], None], output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.reached = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.reached()
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> Any:
+        return _OutputReached.apply(ctx.reached, tangent)  # type: ignore[no-untyped-call]
+
+
+def watch_transformed(reached: Callable[[], None], output: Any) -> tuple[Any, bool]:
+    """``output`` with every tensor that may get a gradient watched, and whether there is one."""
+    if not torch.is_grad_enabled():
+        return output, False
+    wanted = {id(t) for t in tensors_in(output) if t.is_floating_point() or t.is_complex()}
+    watched = map_tensors(lambda t: _OutputReached.apply(reached, t) if id(t) in wanted else t, output)  # type: ignore[no-untyped-call]
+    return watched, bool(wanted)

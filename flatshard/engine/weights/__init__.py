@@ -1,4 +1,1 @@
-"""Where full weights come from: main weights, codecs, host memory.
-
-Uses buffers, lanes and pools.
-"""
+"""Where full weights come from: main weights, codecs, host memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,27 +55,6 @@ class Blocks:
         self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
 
 
-class DecodingCodec(Protocol):
-    """A codec whose full weights are not views of what was gathered."""
-
-    dtype: torch.dtype  # of full weights
-
-    def encode(self) -> list[torch.Tensor]:
-        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
-
-    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Decode what all ranks sent into `full`, which are the same tensors in every call.
-
-        ``gathered``: each of the tensors of `encode`, flat, concatenated over the ranks.
-        """
-
-    def full(self, index: int) -> torch.Tensor:
-        """The values of one param."""
-
-    def release(self) -> None:
-        """Free the memory of full values; `decode` is called before they are used again."""
-
-
 class Extension:
     """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol:
 
@@ -90,12 +69,12 @@ class Extension:
     def __init__(
         self,
         param: ShardedParam,
+        index: int,
         layout: Layout,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         device: torch.device,
         dtype: torch.dtype,
-        index: int = 0,
     ) -> None:
         """``index``: of the parameter in the layout."""
         self.dtype = dtype
@@ -105,8 +84,8 @@ class Extension:
         self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
         self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
         self._remembered: Any = None
-        self._made: torch.Tensor | None = None
-        self._owned: list[torch.Tensor] = []  # memory of the full parameter
+        self.made: torch.Tensor | None = None  # the full parameter
+        self._owned: list[torch.Tensor] = []  # its memory
 
     @property
     def _local(self) -> torch.Tensor:
@@ -116,9 +95,15 @@ class Extension:
         return self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
 
     def encode(self) -> list[torch.Tensor]:
+        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
         local = self._on_device()
         stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
-        context = (self._shard_mesh(), self._shape, stride, module, self._policy)
+        mesh, names = self._mesh, self._mesh.mesh_dim_names
+        if mesh.ndim > 1:
+            if names is None:
+                raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
+            mesh = mesh[names[-1]]
+        context = (mesh, self._shape, stride, module, self._policy)
         before = self._methods(local)[0]
         count = len(inspect.signature(before).parameters)
         if count not in (1, len(context)):
@@ -145,15 +130,16 @@ class Extension:
         return padded
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Decode what all ranks sent, each tensor of `encode` flat, into `made`: the same tensor in every call."""
         parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
         # What was padded for the gather comes back without: the parameter could not be filled from it otherwise.
         parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
         after, full = self._methods(self._local)[1], self._member.full
         remembered, self._remembered = self._remembered, None
-        if self._made is None or full is None:
+        if self.made is None or full is None:
             made, owned = after(tuple(parts), remembered, self.dtype)
             stride = torch.empty(self._shape, device="meta").stride()
-            self._made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
+            self.made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
             return
         for tensor in self._owned:
             storage = tensor.untyped_storage()
@@ -162,11 +148,8 @@ class Extension:
         with _torch.keeping_versions([full, *self._owned]):
             after(tuple(parts), remembered, self.dtype, out=full)
 
-    def full(self, index: int) -> torch.Tensor:
-        assert self._made is not None
-        return self._made
-
     def release(self) -> None:
+        """Free the memory of the full parameter; `decode` is called before it is used again."""
         for tensor in self._owned:
             tensor.untyped_storage().resize_(0)
 
@@ -180,39 +163,39 @@ class Extension:
             )
         return before, after
 
-    def _shard_mesh(self) -> DeviceMesh:
-        if self._mesh.ndim == 1:
-            return self._mesh
-        names = self._mesh.mesh_dim_names
-        if names is None:
-            raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
-        return self._mesh[names[-1]]
 
+class Composed(Extension):
+    """A frozen parameter of a subclass without these methods: torchao's quantised weights.
 
-class CombinedCodec:
-    """Parameters of tensor subclasses that are gathered in one launch."""
+    Such a tensor consists of plain tensors (`__tensor_flatten__`). Those with one row for each of its rows (codes, a
+    scale per row) are sharded, gathered and combined again; all others (a scale of the whole tensor, a packed form)
+    stay whole on every rank. The result has the same bytes, whatever they mean.
+    """
 
-    def __init__(self, each: Sequence[Extension]) -> None:
-        self.dtype, self._each = each[0].dtype, list(each)
-        self._counts: list[int] = []  # of tensors that each has sent
+    def __init__(self, param: ShardedParam, *others: Any) -> None:
+        super().__init__(param, *others)
+        assert param.made_of is not None
+        self._structure, self._cut = param.made_of
 
     def encode(self) -> list[torch.Tensor]:
-        given = [one.encode() for one in self._each]
-        self._counts = [len(tensors) for tensors in given]
-        return [tensor for tensors in given for tensor in tensors]
+        leaves = zip(self._structure.leaves(self._on_device()), self._cut)
+        given = [self._filled_up(leaf) for leaf, is_cut in leaves if is_cut]
+        self._sizes = [each.size() for each in given]
+        return given
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        end = 0
-        for one, count in zip(self._each, self._counts):
-            one.decode(gathered[end : end + count])
-            end += count
-
-    def full(self, index: int) -> torch.Tensor:
-        return self._each[index].full(0)
-
-    def release(self) -> None:
-        for one in self._each:
-            one.release()
+        parts = [flat.view(-1, *size[1:])[: self._shape[0]] for flat, size in zip(gathered, self._sizes)]
+        if self.made is None:
+            self._owned = [part.clone() for part in parts]
+            left, local = iter(self._owned), self._local
+            leaves = zip(self._structure.leaves(local), self._cut)
+            whole = (next(left) if cut else leaf.to(self._device, copy=True) for leaf, cut in leaves)
+            self.made = self._structure.made_of(whole)
+            return
+        for owned, part in zip(self._owned, parts):
+            owned.untyped_storage().resize_(owned.numel() * owned.element_size())
+            with _torch.keeping_versions([owned]):
+                owned.copy_(part)
 
 
 def as_plain(given: torch.Tensor) -> torch.Tensor:

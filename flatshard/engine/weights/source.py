@@ -1,11 +1,11 @@
 """Where the full weights of a group come from: one class per way, chosen once by `source_for`.
 
 `OfMain`      main itself: every rank has all of it, in the compute dtype
-`OfCompute`   persistent compute weights, of which every rank has all; refreshed from main after a step
+`Compute`     persistent compute weights, of which every rank has all; refreshed from main after a step
 `Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
               in a backward from shards on a smaller mesh, if the forward has left some there
 `FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
-`Decoded`     the output of a codec that decodes
+`Decoded`     what tensor subclasses make of the tensors that they have sent
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
-from flatshard.engine.weights.codec import Blocks, Cast, DecodingCodec
+from flatshard.engine.weights.codec import Blocks, Cast, Extension
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -140,16 +141,18 @@ class _Turned:
             self._pool.release(flat)
 
 
-class Compute:
+class Compute(Source):
     """Persistent compute weights: less sharded than main, and refreshed from it when they are stale.
 
+    A source itself if this rank has all of them; otherwise `Gathered` gathers from them.
     With a codec that encodes, they are the bytes to be sent, unless this rank has all of them: then they are decoded.
     Weights that are sharded on another dim than 0 are reordered in place.
     """
 
+    is_resident = True
+
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
         self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
-        self.buffer: DBuffer | None = None
         self.is_stale = True
         self._in_use: list[DBuffer] = []  # by the refresh on its way
         self.done = DONE  # when they are up to date
@@ -190,7 +193,17 @@ class Compute:
             self.is_stale = False
             return buffer, self.done
 
-    def whole(self, index: int) -> torch.Tensor:
+    @property
+    def compute(self) -> Compute:  # type: ignore[override]
+        return self
+
+    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
+        return self.refresh(pool, name)[1]
+
+    def full(self, index: int) -> torch.Tensor:
+        return self._whole(index).data
+
+    def _whole(self, index: int) -> torch.Tensor:
         """A weight, where this rank has all of them."""
         assert self.buffer is not None
         if index not in self._turned:
@@ -202,7 +215,7 @@ class Compute:
         assert self.buffer is not None
         for index in self._turned:
             run = self.buffer.run_of(index).clone()
-            for part, whole in turns(self._main.layout, index, run, self.whole(index)):
+            for part, whole in turns(self._main.layout, index, run, self._whole(index)):
                 whole.copy_(part)
 
     @property
@@ -210,33 +223,12 @@ class Compute:
         """Whether the next refresh communicates."""
         return self.is_stale and self._placement != self._main.placements
 
-    def read(self) -> None:
+    def open(self) -> None:
         """The last refresh has been waited for."""
         self._in_use = []
 
-
-class OfCompute(Source):
-    is_resident = True
-
-    def __init__(self, compute: Compute) -> None:
-        self.compute = self._weights = compute
-
-    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self.buffer, refreshed = self._weights.refresh(pool, name)
-        return refreshed
-
-    def full(self, index: int) -> torch.Tensor:
-        return self._weights.whole(index).data
-
-    @property
-    def launches(self) -> bool:
-        return self._weights.launches
-
-    def open(self) -> None:
-        self._weights.read()
-
     def mark_stale(self) -> None:
-        self._weights.is_stale = True
+        self.is_stale = True
 
 
 class Gathered(Source):
@@ -337,7 +329,7 @@ class Gathered(Source):
 
     def release(self) -> None:
         if self.compute is not None:
-            self.compute.read()
+            self.compute.open()
         if self.buffer is not None and self._pool is not None:
             self._pool.release(self.buffer.local)
         if self._turned is not None:
@@ -429,11 +421,12 @@ class FromBytes(Gathered):
 
 
 class Decoded(Source):
-    """A codec decodes the gathered tensors, into memory of its own."""
+    """Parameters of tensor subclasses, gathered in one launch and decoded into memory of their own."""
 
-    def __init__(self, codec: DecodingCodec, mesh: DeviceMesh) -> None:
-        self._codec, self._mesh = codec, mesh
+    def __init__(self, each: Sequence[Extension], mesh: DeviceMesh) -> None:
+        self.each, self._mesh = list(each), mesh
         self._pool: Pool | None = None
+        self._counts: list[int] = []  # of tensors that each has sent
         self.wire: list[torch.Tensor] = []  # what is gathered, flat
         self._is_open = False
 
@@ -442,7 +435,9 @@ class Decoded(Source):
         lane, axis = pool.lane, self._mesh.ndim - 1
         group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
         with lane.entered(), lasting_tensors():
-            given = self._codec.encode()
+            encoded = [one.encode() for one in self.each]
+            self._counts = [len(tensors) for tensors in encoded]
+            given = [tensor for tensors in encoded for tensor in tensors]
             if not self.wire:
                 self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
             for output in self.wire:
@@ -451,19 +446,25 @@ class Decoded(Source):
             return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
 
     def open(self) -> None:
-        if not self._is_open:
-            with lasting_tensors():
-                self._codec.decode(self.wire)
-            self._is_open = True
+        if self._is_open:
+            return
+        gathered = iter(self.wire)
+        with lasting_tensors():
+            for one, count in zip(self.each, self._counts):
+                one.decode(list(islice(gathered, count)))
+        self._is_open = True
 
     def full(self, index: int) -> torch.Tensor:
-        return self._codec.full(index)
+        made = self.each[index].made
+        assert made is not None
+        return made
 
     def release(self) -> None:
         assert self._pool is not None
         for output in self.wire:
             self._pool.release(output)
-        self._codec.release()
+        for one in self.each:
+            one.release()
 
     def give_up(self) -> None:
         assert self._pool is not None
@@ -471,22 +472,18 @@ class Decoded(Source):
         self.release()
 
 
-def source_for(
-    main: DBuffer, placements: Placements, codec: Cast | Blocks | DecodingCodec, home: Home, is_held: bool = False
-) -> Source:
+def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool) -> Source:
     """Choose the source for these placements, this codec and this home.
 
     ``is_held``: use a copy of main's current values, even if main changes.
     """
-    if not isinstance(codec, (Cast, Blocks)):
-        return Decoded(codec, main.mesh)
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)
-        return OfCompute(encoded) if everywhere else FromBytes(main, codec, home, encoded)
+        return encoded if everywhere else FromBytes(main, codec, home, encoded)
     if is_held or placements.parameter != placements.optimizer:
         compute = Compute(main, codec, home, placements)
-        return OfCompute(compute) if everywhere else Gathered(main, codec, home, compute)
+        return compute if everywhere else Gathered(main, codec, home, compute)
     if everywhere and codec.sends_main and not home.host:
         return OfMain(main)
     return Gathered(main, codec, home, None)
