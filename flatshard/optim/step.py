@@ -115,8 +115,8 @@ def fully_shard_optimizer(
                 f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
             )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
-    known = optimizer.__dict__.get(LOCAL)
-    if known is not None:
+    if isinstance(optimizer, FSDPOptimizer):  # or a copy of one
+        known = _local(optimizer)
         if isinstance(known, WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
@@ -246,9 +246,12 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
 
 
 class FSDPOptimizer(Optimizer):
-    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_local` shows."""
+    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_local` shows.
 
-    original: type[Optimizer]  # the class before that
+    It adds no public name, which a user's class may have.
+    """
+
+    _flatshard_original: type[Optimizer]  # the class before that
 
     @property
     def state(self) -> Any:
@@ -329,13 +332,13 @@ def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer
 
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
-    members = {"step": hooked, "original": cls, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    members = {"step": hooked, "_flatshard_original": cls, "__doc__": cls.__doc__, "__module__": cls.__module__}
     return type(f"FSDP{cls.__name__}", (kind, cls), members)
 
 
 def original_class(optimizer: Optimizer) -> type[Optimizer]:
     """The class of an optimizer before this file has changed it."""
-    return optimizer.original if isinstance(optimizer, FSDPOptimizer) else type(optimizer)
+    return optimizer._flatshard_original if isinstance(optimizer, FSDPOptimizer) else type(optimizer)
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:

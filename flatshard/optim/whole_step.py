@@ -396,7 +396,7 @@ class WholeStep:
         """Of entries of the state of a whole parameter, whether this rank has them."""
         self.check(parameter, keys)
         labels = tuple(each.matrix.label for each in self.parts[parameter] if each.is_mine)
-        return {key: key.endswith(labels) for key in keys}
+        return {key: str(key).endswith(labels) for key in keys}
 
 
 def _by_owner_group(matrices: Iterable[MatrixParam]) -> Iterable[tuple[OwnerGroup, list[MatrixParam]]]:

@@ -1,5 +1,7 @@
 """fully_shard_optimizer beside all else that touches optimizers: schedulers, scalers, closures, old ones."""
 
+import copy
+import functools
 import gc
 import weakref
 
@@ -231,6 +233,43 @@ def test_a_gradient_given_after_zero_grad_is_added_to(ranks):
 
 def test_gradients_and_optimizers_are_freed_at_once(ranks):
     ranks(2, _memory)
+
+
+def _copied(rank, world, make):
+    model = shard(Gated())
+    optimizer = fully_shard_optimizer(make(by_attribute(model)))
+    first, *others = (tokens.chunk(world)[rank] for tokens in batches(3, ROWS))
+    one_step(model, optimizer, first)
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    assert fully_shard_optimizer(optimizer_copy) is optimizer_copy
+    assert type(optimizer_copy) is type(optimizer)
+    for tokens in others:
+        one_step(model, optimizer, tokens)
+        one_step(model_copy, optimizer_copy, tokens)
+    assert_same(weights(model_copy), weights(model))
+
+
+@pytest.mark.parametrize("make", [adamw, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_copies_of_model_and_optimizer_go_on(ranks, make):
+    ranks(2, _copied, make)
+
+
+class Averaging(torch.optim.SGD):
+    """Has an attribute and a method of names that a class put before it might use."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.kind = "averaging"
+
+    def original(self):
+        return self.kind
+
+
+def test_names_of_a_users_class_stay_its_own():
+    before = {name for name in dir(Averaging) if not name.startswith("_")}
+    optimizer = fully_shard_optimizer(Averaging([nn.Parameter(torch.ones(2))], lr=0.1))
+    assert optimizer.original() == "averaging"
+    assert {name for name in dir(type(optimizer)) if not name.startswith("_")} == before | {"state"}
 
 
 def _before_sharding(rank, world):

@@ -104,6 +104,36 @@ def test_checkpoints_load_on_other_ranks_and_unsharded(ranks, tmp_path, kind):
     ranks(2, _load, tmp_path / "plain", kind, {"strategy": 1})
 
 
+class Numbered(torch.optim.Optimizer):
+    """Keeps its momentum under a number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault(0, torch.zeros_like(p))
+                p.add_(momentum.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+def _numbered(rank: int, world: int, path: Any) -> None:
+    model = shard(Net())
+    optimizer = fully_shard_optimizer(Numbered(model.parameters()), whole=True)
+    run(model, optimizer, range(1))
+    flatshard.checkpoint.save(path, model, optimizer, progress=False)
+    run(model, optimizer, range(1, 2))
+    once = [bits(p.full_tensor()) for p in model.parameters()]
+    flatshard.checkpoint.load(path, model, optimizer, progress=False)
+    run(model, optimizer, range(1, 2))
+    assert all(torch.equal(bits(p.full_tensor()), wanted) for p, wanted in zip(model.parameters(), once))
+
+
+def test_entries_of_state_need_not_be_strings(ranks, tmp_path):
+    ranks(2, _numbered, tmp_path / "saved")
+
+
 def _refused(rank: int, world: int, path: Any) -> None:
     model = shard(Net())
     run(model, optimizer := build(model, "muon"), range(1))
