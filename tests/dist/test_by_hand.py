@@ -137,6 +137,10 @@ def _precision(rank, world, strategy):
     loss_of(model, tokens).backward()
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.zero_grad()
+    model.set_mp_policy(MixedPrecisionPolicy())  # back again
+    loss_of(model, tokens).backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])

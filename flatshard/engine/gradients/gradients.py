@@ -106,6 +106,8 @@ class Gradients:
             self.main_grads = MainGrads(self.params, self.main, self.grad_dtype, self.home, self._room)
             if known is not None:
                 self.main_grads.take_settings(known)
+            for param in self.params if known is not None and known.dtype != self.grad_dtype else ():
+                _torch.allow_grad_of(param.sharded, self.main.dtype)  # `show` allows others
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
