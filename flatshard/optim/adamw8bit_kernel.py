@@ -38,6 +38,7 @@ def step(
             TILE=_TILE,
             enable_fp_fusion=False,
         )
+        torch.autograd.graph.increment_version(weight)  # as torch's operations do
 
 
 if triton is not None:
