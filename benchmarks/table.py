@@ -110,7 +110,12 @@ def measure(case: str, row: str, steps: int, warmup: int = 5, network: str = "fl
 def until_optimizer(step, synchronize) -> float:
     """Seconds from the start of a step until the optimizer is called: of forward and backward, if it steps after it."""
     marks = []
-    hook = register_optimizer_step_pre_hook(lambda *_: marks.append((synchronize(), time.perf_counter())[1]))
+
+    def mark(*_: object) -> None:
+        synchronize()
+        marks.append(time.perf_counter())
+
+    hook = register_optimizer_step_pre_hook(mark)
     synchronize()
     begin = time.perf_counter()
     step()
