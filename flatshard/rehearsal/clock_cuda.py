@@ -12,9 +12,7 @@ occupy multiprocessors (`Network.sms`), the other blocks wait for the first one 
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
-import operator
 import struct
 from contextlib import nullcontext
 from typing import Any, get_args
@@ -49,7 +47,7 @@ typedef unsigned char u8;
 struct Segment { u64 dst, src, bytes; };  // bytes of one slot
 struct Call {
     u64 link, hold, sink, slots;
-    u32 own, fold, arithmetic, width;
+    u32 own, fold; u64 arithmetic;
     float scale; u32 count;
     u64 gate;  // for blocks that stay until the end: 0 before it, then how many have not left yet
     Segment segments[MAX_SEGMENTS];
@@ -120,12 +118,11 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
     u32 read = 0;
     for (u32 i = 0; i < call.count; i++) {
         const Segment& s = call.segments[i];
-        switch (call.width) {
-            case 16: read ^= move<uint4>(s, call); break;
-            case 4: read ^= move<u32>(s, call); break;
-            case 2: read ^= move<u16>(s, call); break;
-            default: read ^= move<u8>(s, call);
-        }
+        u64 alignment = s.dst | s.src | s.bytes;
+        if (!(alignment & 15)) read ^= move<uint4>(s, call);
+        else if (!(alignment & 3)) read ^= move<u32>(s, call);
+        else if (!(alignment & 1)) read ^= move<u16>(s, call);
+        else read ^= move<u8>(s, call);
     }
     // the compiler does not know that this is never true, so it keeps the reads of the other slots
     if (call.fold && call.sink == 1) *(u32*)call.link = read;
@@ -269,8 +266,6 @@ class CudaClock:
         fields[2::3] = sizes
         for at, tensors in enumerate(zip(*pairs)):  # the destinations, then the sources
             fields[at::3] = map(_data_ptr, tensors)
-        alignment = functools.reduce(operator.or_, fields, 0)
-        width = 16 if not alignment & 15 else 4 if not alignment & 3 else 2 if not alignment & 1 else 1
         arithmetic = _COPY if scale == 1.0 else _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
         # struct Call; its 32-bit fields are packed in pairs
         _CALL[len(pairs)].pack_into(
@@ -281,7 +276,7 @@ class CudaClock:
             0,
             slots,
             transfer.own | fold << 32,
-            arithmetic | width << 32,
+            arithmetic,
             _float_bits(scale) | len(pairs) << 32,
             next(self._link.gates),
             *fields,
