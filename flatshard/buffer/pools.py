@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from flatshard import _torch
 from flatshard.buffer.lanes import Lane
-from flatshard.buffer.tickets import Ticket
+from flatshard.buffer.tickets import DONE, Ticket
 
 # A slot serves tensors of its own size and of somewhat smaller ones: a block in the place of an embedding would keep it
 # from the head, which needs all of it.
@@ -56,6 +56,7 @@ class Pool:
         self.live_buffers = 0
         self.peak_buffers = 0
         self.groups: Sequence[ProcessGroup] = ()  # which its memory is registered with
+        self.sent = DONE  # the last copy from host memory
         self._allocating = None if lane.stream is None else _torch.memory(lane.device)
         self.num_slots = 0
         self._free: list[_Slot] = []

@@ -183,8 +183,11 @@ class _Piece:
         gradient = of.tensor.grad if reduced is None else of.part(reduced.buffer)
         assert gradient is not None
         self._gradient = gradient
-        copied = group.source.on_host
-        self._compute = None if copied is None else of.part(copied)
+        copied = group.source.host_copy
+        self._compute = None
+        if copied is not None and copied.buffer is not None:
+            copied.settle()  # a late cast would write over the results
+            self._compute = of.part(copied.buffer)
         options = split.groups[of.number]
         self._counts_there = bool(options.get("fused") or options.get("capturable"))
 

@@ -22,7 +22,7 @@ from flatshard import (
     microbatch,
 )
 from flatshard.engine.units.unit import unit_of
-from flatshard.engine.weights.offload import Home
+from flatshard.engine.weights.offload import Home, HostCopy
 from flatshard.optim import AdamW8bit, adamw8bit, streaming
 from flatshard.optim.step import is_settled
 from tests.dist import test_step_in_backward
@@ -247,8 +247,8 @@ def _work_of_the_host(rank, world):
         _as_on_accelerators(patch)
         model = shard_net(make_net(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), in_backward=True)
-        beside, bring = Home.beside, Home.bring
-        patch.setattr(Home, "beside", lambda *given, **told: found.append("cast") or beside(*given, **told))
+        cast, bring = HostCopy._run, Home.bring
+        patch.setattr(HostCopy, "_run", lambda *given: found.append("cast") or cast(*given))
         patch.setattr(Home, "bring", lambda *given: found.append("gradients") or bring(*given))
         _train(model, optimizer, rank, world, steps=1)
         first = list(found)

@@ -1,5 +1,6 @@
 """`CPUOffloadPolicy`: weights, gradients and optimizer state in host memory."""
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -11,9 +12,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, fully_shard_optimizer
+from flatshard.buffer import Ticket
 from flatshard.engine.units.unit import unit_of
 from flatshard.engine.weights import offload
-from flatshard.engine.weights.offload import Home
+from flatshard.engine.weights.offload import Home, HostCopy
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -237,20 +239,57 @@ def _casts(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         _keep_apart(patch)
         model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
-        cast, plain = [], Home.beside
-        patch.setattr(Home, "beside", lambda self, action, after: cast.append(action) or plain(self, action, after))
+        cast, plain = [], HostCopy._run
+        patch.setattr(HostCopy, "_run", lambda *given: cast.append(given) or plain(*given))
         for number in range(2):
             with flatshard.microbatch(model, is_first=number == 0, is_last=number == 1):
                 loss = model(torch.randn(2, 5)).square().mean()
-            casts = len(cast)
             loss.backward()
-            cast[casts:] = []  # of gradients
     return len(cast), sum(len(unit_of(module).groups) for module in (*model, model))
 
 
 def test_weights_are_cast_once_per_step(ranks):
     for casts, groups in ranks(2, _casts):
         assert casts == groups
+
+
+def _sent(rank, world):
+    """Whether the gathers of two forwards have waited for the cast, and their outputs, with a host thread that is late.
+
+    The bus is idle in the first pair of forwards, and busy in the second. The reference has no cast to wait for.
+    """
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        _keep_apart(patch)
+        waits, plain = [], HostCopy._is_in_time
+        patch.setattr(HostCopy, "_is_in_time", lambda *given: waits.append(plain(*given)) or waits[-1])
+        patch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+        reference = shard(build(), OffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
+        x = torch.randn(2, 5)
+        for busy in (False, True):
+            model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
+            gate = threading.Event()
+            offload._worker.submit(gate.wait)
+            if busy:  # until somebody has looked at it once
+                patch.setattr(Ticket, "has_ended", lambda self, gate=gate: gate.set())
+            with flatshard.microbatch(model, is_first=True, is_last=False):
+                assert torch.equal(model(x), reference(x))
+            found.append({*waits})
+            gate.set()
+            for module in model:
+                for group in unit_of(module).groups:
+                    group.source.host_copy.settle()
+            waits.clear()
+            with flatshard.microbatch(model, is_first=False, is_last=True):
+                assert torch.equal(model(x), reference(x))
+            found.append({*waits})
+            waits.clear()
+    return found
+
+
+def test_a_gather_waits_for_the_cast_only_while_the_bus_is_busy(ranks):
+    for found in ranks(2, _sent):
+        assert found == [{False}, {True}, {True}, {True}]
 
 
 def _blocks() -> nn.Sequential:

@@ -205,7 +205,8 @@ class ParamGroup:
         """The step counted last has written compute weights in host memory wherever it has changed main."""
         known, now = self._renewed, self.state
         is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
-        if self.source.on_host is not None and is_only:
+        copied = self.source.host_copy
+        if is_only and copied is not None and copied.buffer is not None:
             self._refreshed = now
 
     def hold(self, pool: Pool, name: str) -> None:

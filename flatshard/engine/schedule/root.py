@@ -129,8 +129,8 @@ class Root:
             if unit.is_first:
                 for group in unit.groups:
                     group.renew()
-                    if group.home.host:
-                        group.source.prepare()
+                    if group.source.host_copy is not None:
+                        group.source.host_copy.prepare()
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
 
 from flatshard._sizes import format_bytes
-from flatshard.buffer import DBuffer, Lane, Pool, Ticket
+from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
 # Works on gradients and weights in host memory while the device goes on, on one after the other.
 _worker = ThreadPoolExecutor(1, "flatshard-host")
-_PIECE = 1 << 24  # elements of a gradient that are cast at a time: the device needs room for no more
+_PIECE = 1 << 24  # elements that are cast at a time: the device needs room for no more
+_GLANCE = 2e-4  # seconds between two looks at the bus
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,6 @@ class Home:
             return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
 
-    def beside(self, action: Callable[[], object], after: Callable[[], None]) -> Ticket:
-        """Call a function on a host thread once ``after`` has returned, while the device continues."""
-
-        def run() -> None:
-            after()
-            action()
-
-        done = _worker.submit(run)
-        return Ticket(then=lambda: done.result())
-
     def bring(
         self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, fresh: bool, factor: float
     ) -> Ticket:
@@ -106,7 +97,84 @@ class Home:
         copied = lane.follow(ticket, copy)
         if fresh:
             return Ticket(then=copied.synchronize)
-        return self.beside(lambda: lies.add_(landing, alpha=factor), after=copied.synchronize)
+
+        def add() -> None:
+            copied.synchronize()
+            lies.add_(landing, alpha=factor)
+
+        added = _worker.submit(add)
+        return Ticket(then=lambda: added.result())
+
+
+class HostCopy:
+    """Main in the dtype of compute, in host memory: a host thread casts it once per step, and every pass sends it.
+
+    The cast may be slower than the bus. A gather waits for it only while the bus is busy; otherwise it sends main, and
+    the device casts.
+    """
+
+    def __init__(self, home: Home, main: DBuffer, dtype: torch.dtype) -> None:
+        self.is_old = True  # main has changed since the last `prepare`
+        self.buffer: DBuffer | None = None  # None until the first `prepare`, or if main has this dtype
+        self._home, self._main, self._dtype = home, main, dtype
+        self._sent = DONE  # the last copy of the buffer to the device
+        self._done: Future[None] | None = None  # the cast
+        self._is_skipped = False  # cast others first: the gather did not wait
+
+    def prepare(self) -> None:
+        """Start the cast, unless it is up to date."""
+        if not self.is_old or self._main.dtype == self._dtype:
+            return
+        self.settle()
+        if self.buffer is None:
+            self.buffer = self._main.like(self._home.empty(self._main.local.numel(), self._dtype))
+        self.is_old = self._is_skipped = False
+        self._done = Future()
+        _worker.submit(self._run, self.buffer.local, self._done)
+
+    def settle(self) -> None:
+        """Wait for the cast."""
+        if self._done is not None:
+            self._done.result()
+
+    def send(self, targets: Sequence[torch.Tensor], pool: Pool) -> None:
+        """Copy the weights to the device, inside the lane."""
+        self.prepare()
+        source = self.buffer if self.buffer is not None and self._is_in_time(pool) else self._main
+        for target, part in zip(targets, source.runs()):
+            for to, piece in zip(target.split(_PIECE), part.split(_PIECE)):
+                to.copy_(piece, non_blocking=True)  # the device casts
+        pool.sent = pool.lane.mark()
+        if source is self.buffer:
+            self._sent = pool.sent
+
+    def _is_in_time(self, pool: Pool) -> bool:
+        """Whether the cast ends before the bus is idle. What is not pinned is slow to send, so it is always cast."""
+        done = self._done
+        assert done is not None
+        if not self._main.local.is_pinned():
+            done.result()
+        while not done.done() and not pool.sent.has_ended():
+            wait([done], _GLANCE)
+        if done.done():
+            done.result()
+            return True
+        self._is_skipped = True
+        return False
+
+    def _run(self, target: torch.Tensor, done: Future[None]) -> None:
+        try:
+            self._sent.synchronize()  # the device may still read what is to be overwritten
+            for to, piece in zip(target.split(_PIECE), self._main.local.split(_PIECE)):
+                if self._is_skipped:
+                    self._is_skipped = False
+                    _worker.submit(self._run, target, done)
+                    return
+                to.copy_(piece)
+        except BaseException as error:
+            done.set_exception(error)  # who waits for the cast raises it
+        else:
+            done.set_result(None)
 
 
 def pinned_bytes() -> int:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
 from flatshard.engine.weights.codec import Blocks, Cast, Extension
-from flatshard.engine.weights.offload import Home
+from flatshard.engine.weights.offload import Home, HostCopy
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
 
@@ -48,14 +48,11 @@ class Source:
     is_gathered_twice = False  # along one axis once per step, and along another for each pass
     buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
-    on_host: DBuffer | None = None  # main in the dtype of compute, if it is in host memory and another dtype
+    host_copy: HostCopy | None = None  # main in the dtype of compute, if it is in host memory
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
         raise NotImplementedError
-
-    def prepare(self) -> None:
-        """Start the work in host memory that a gather needs."""
 
     def open(self) -> None:
         """Make the gathered weights usable."""
@@ -241,8 +238,8 @@ class Gathered(Source):
         self.compute = compute
         self._main, self._home, self._dtype = main, home, codec.dtype
         self._cast = codec if isinstance(codec, Cast) else None
-        self._is_old = True  # `on_host` is not up to date
-        self._cast_there = self._sent = DONE
+        if home.host and self._cast is not None:
+            self.host_copy = HostCopy(home, main, codec.dtype)
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
         self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
@@ -302,30 +299,13 @@ class Gathered(Source):
         assert cast is not None
         if self._own is None:
             self._own = buffer.runs(main.held)
-        if self._home.host:
-            self.prepare()
-            self._cast_there.wait()
-            # In the dtype of compute, in host memory: it is sent in every pass, and changes once per step.
-            source = main if self.on_host is None else self.on_host
-            for own, part in zip(self._own, source.runs()):
-                own.copy_(part, non_blocking=True)
-            self._sent = lane.mark()
+        if self.host_copy is not None:
+            self.host_copy.send(self._own, pool)
         else:
             cast.encode(main.runs(), self._own)
         if not self._is_sharded:
             return lane.mark()
         return buffer.gather_in_place(main.placements, lane=lane, name=name, comm=comm)
-
-    def prepare(self) -> None:
-        main, cast = self._main, self._cast
-        if not self._home.host or cast is None or cast.sends_main or not self._is_old:
-            return
-        if self.on_host is None:
-            self.on_host = main.like(self._home.empty(main.local.numel(), cast.dtype))
-        target, source = self.on_host.local, main.local
-        # The device may still read what is to be overwritten.
-        self._cast_there = self._home.beside(lambda: target.copy_(source), after=self._sent.synchronize)
-        self._is_old = False
 
     def release(self) -> None:
         if self.compute is not None:
@@ -344,7 +324,8 @@ class Gathered(Source):
 
     def mark_stale(self) -> None:
         self._parked = None
-        self._is_old = True
+        if self.host_copy is not None:
+            self.host_copy.is_old = True
         if self.compute is not None:
             self.compute.is_stale = True
 
