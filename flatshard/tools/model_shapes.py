@@ -290,10 +290,7 @@ class _Experts(nn.Module):
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """A module with the parameters of a Hugging Face configuration, on the meta device. It cannot be run.
-
-    Its ``model_type`` must be one of `_TYPES`.
-    """
+    """A module with the parameters of a configuration of one of `_TYPES`, on the meta device. It cannot be run."""
     kind = config["model_type"]
     width, ffn, layers, heads, vocab = (
         _count(config, name)
