@@ -17,7 +17,7 @@ from benchmarks.table import NETWORK
 from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import MixedPrecisionPolicy, fsdp_no_shard, fully_shard_model, fully_shard_optimizer
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
 
 
 class VisionLanguage(nn.Module):

@@ -34,9 +34,9 @@ from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.policy import placements_for
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
+from flatshard.tools.dry_run import memory_of
 from flatshard.tools.group_bytes import TrainingSetup
-from flatshard.tools.memory import memory_of
 from flatshard.tools.model_shapes import model_of
 
 UNITS, WORLDS = (8, 32, 128), (8, 64, 512, 4096)

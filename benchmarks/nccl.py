@@ -41,8 +41,7 @@ from benchmarks.systems import SYSTEMS, Setup, flat
 from benchmarks.table import timed
 from benchmarks.validate import fit
 from flatshard.rehearsal import Link, Network, rehearse
-from flatshard.rehearsal.network import FREE, wire_bytes
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import FREE, difference, wire_bytes
 
 MODEL = LlamaConfig(1024, layers=4, heads=16, kv_heads=4, ffn=2816, vocab=4096, max_tokens=1024)  # 53M
 SIZES = [1 << power for power in range(10, 27, 2)]  # bytes of the full message: 1 KiB to 64 MiB

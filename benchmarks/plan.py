@@ -23,8 +23,8 @@ from benchmarks.systems import BETWEEN_MICROBATCHES, Setup
 from benchmarks.table import CASES, NETWORK
 from flatshard import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.policy import placements_for
+from flatshard.tools.dry_run import time_of
 from flatshard.tools.group_bytes import TrainingSetup
-from flatshard.tools.memory import time_of
 from flatshard.tools.model_shapes import ModelShape, model_of
 from flatshard.tools.timing import Estimate, Speed
 

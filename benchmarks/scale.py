@@ -66,9 +66,8 @@ from flatshard.layout.planner import plan as plan_layout
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy, placements_for
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.network import Algorithm, Network, get_network
-from flatshard.tools.dry_run import DryRun
+from flatshard.tools.dry_run import DryRun, memory_of, time_of
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup
-from flatshard.tools.memory import memory_of, time_of
 from flatshard.tools.model_shapes import ModelShape, load_model
 from flatshard.tools.plan import compare_strategies
 from flatshard.tools.strategy_plan import Machine, Training

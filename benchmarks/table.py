@@ -33,8 +33,7 @@ from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY
 from benchmarks.moe import MOE_TINY, QWEN_MOE
 from benchmarks.systems import SYSTEMS, Setup
 from flatshard.rehearsal import Link, Network, rehearse
-from flatshard.rehearsal.network import Algorithm, get_network
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import Algorithm, difference, get_network
 
 NVLINK = Link(360e9, 10e-6)
 INFINIBAND = Link(45e9, 25e-6)

@@ -37,7 +37,7 @@ from torch import nn
 import flatshard
 from benchmarks.table import NETWORK, timed
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
 
 # Data, logging, quantisation, kernels of other models: each with the modules that are missing where it is.
 UNUSED = {

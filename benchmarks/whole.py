@@ -33,7 +33,7 @@ from benchmarks.systems import Setup, accumulation, adamw, sharded_model
 from benchmarks.table import CASES as TABLE
 from benchmarks.table import NETWORK, timed
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
 
 CASES = {
     **{name: TABLE[name] for name in ("a", "b", "c", "tiny")},

@@ -63,8 +63,7 @@ class Recording:
         self._roots = weakref.WeakSet[Any]()  # that are described in `_units`
         self._units: list[dict[str, Any]] = []  # a row for each group
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._base: Moment = None
-        self._cuda = False
+        self._base: Moment = None  # the start of time on the device, once it has been used
 
     def now(self, device: torch.device) -> Moment:
         """The current moment of the current stream (CUDA) or of the host."""
@@ -75,7 +74,6 @@ class Recording:
         if self._base is None:
             self._base = torch.cuda.Event(enable_timing=True)
             self._base.record()
-            self._cuda = True
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -127,7 +125,7 @@ class Recording:
         if self._optimizer is None or self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer:
-            self.steps.append(self.now(torch.device("cuda" if self._cuda else "cpu")))
+            self.steps.append(self.now(torch.device("cpu" if self._base is None else "cuda")))
 
     def seconds(self, moment: Moment) -> float:
         """Seconds from a fixed start to a moment that has passed on the device."""
@@ -157,7 +155,7 @@ class Recording:
         return found
 
     def _settle(self) -> None:
-        if self._cuda:
+        if self._base is not None:
             torch.cuda.synchronize()
 
     def to_dict(self, keep: int = 2, before: int = 0) -> dict[str, Any]:

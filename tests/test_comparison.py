@@ -16,7 +16,7 @@ from torch import nn
 
 import flatshard
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
 from scripts import figures
 
 _ROOT = Path(__file__).parents[1]

@@ -9,18 +9,6 @@ from flatshard.checkpoint.saving import PendingSave, latest, save
 from flatshard.checkpoint.stored_names import MIXTRAL, QWEN_MOE, StoredAs, renamed
 
 __all__ = [
-    "MIXTRAL",
-    "QWEN_MOE",
-    "CheckpointError",
-    "PendingSave",
-    "StoredAs",
-    "convert",
-    "export_safetensors",
-    "iter_full_tensors",
-    "latest",
-    "load",
-    "load_safetensors",
-    "renamed",
-    "save",
-    "verify",
-]
+    "MIXTRAL", "QWEN_MOE", "CheckpointError", "PendingSave", "StoredAs", "convert", "export_safetensors",
+    "iter_full_tensors", "latest", "load", "load_safetensors", "renamed", "save", "verify",
+]  # fmt: skip

@@ -113,35 +113,31 @@ def encode_tree(value: Any, put: Callable[[str, torch.Tensor], str], path: str) 
     )
 
 
-def decode_tree(tree: Any, get: Callable[[str], Any]) -> Any:
-    """The value of a tree of `encode_tree`, or that `check_tree` accepts; ``get(key)`` returns each tensor."""
+def decode_tree(tree: Any, get: Callable[[str], Any], what: str = "a checkpoint") -> Any:
+    """The value of a tree of `encode_tree`; ``get(key)`` returns each tensor. ValueError if it has another form."""
     if isinstance(tree, list):
-        return [decode_tree(item, get) for item in tree]
+        return [decode_tree(item, get, what) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    ((kind, content),) = tree.items()
+    kind: str = next(iter(tree), "")
+    content: Any = tree.get(kind)
+    if len(tree) != 1 or type(content) is not _KINDS.get(kind):
+        raise ValueError(f"{what} has an unknown entry {short(tree)}")
     if kind == "tuple":
-        return tuple(decode_tree(item, get) for item in content)
+        return tuple(decode_tree(item, get, what) for item in content)
     if kind == "dict":
-        return {key: decode_tree(item, get) for key, item in content}
+        for each in content:
+            if not isinstance(each, (list, tuple)) or len(each) != 2 or not isinstance(each[0], (str, int)):
+                raise ValueError(f"{what} has an unknown entry {short(each)}")
+        return {key: decode_tree(item, get, what) for key, item in content}
     return {"tensor": get, "float": float, "bytes": base64.b64decode}[kind](content)
 
 
-def check_tree(value: Any, tensors: Collection[str], what: str) -> None:
-    """ValueError unless ``value`` has the form of `encode_tree`'s results, with tensors that are in ``tensors``."""
-    if isinstance(value, list):
-        for each in value:
-            check_tree(each, tensors, what)
-        return
-    if not isinstance(value, dict):
-        return
-    kind: str = next(iter(value), "")
-    content: Any = value.get(kind)
-    if len(value) != 1 or type(content) is not _KINDS.get(kind):
-        raise ValueError(f"{what} has an unknown entry {short(value)}")
-    if kind == "tensor" and content not in tensors:
-        raise ValueError(f"{what} names the tensor {short(content)}, which does not exist")
-    for each in content if kind in ("tuple", "dict") else ():
-        if kind == "dict" and not (isinstance(each, list) and len(each) == 2 and isinstance(each[0], (str, int))):
-            raise ValueError(f"{what} has an unknown entry {short(each)}")
-        check_tree(each[1] if kind == "dict" else each, tensors, what)
+def check_tree(tree: Any, tensors: Collection[str], what: str) -> None:
+    """ValueError unless ``tree`` has the form of `encode_tree`'s results, with tensors that are in ``tensors``."""
+
+    def check(key: str) -> None:
+        if key not in tensors:
+            raise ValueError(f"{what} names the tensor {short(key)}, which does not exist")
+
+    decode_tree(tree, check, what)

@@ -103,7 +103,7 @@ def convert(
         try:
             state = _renamed(State.of(_READERS[form_of(source)](source, _scratch(folder))), change)
             if model_only or form == "safetensors":
-                state = State(state.model, None, {}, state.nested)
+                state = replace(state, optimizer=None, rest={})
             _WRITERS[form](made, state)
         except (TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             # A file may hold anything, for example dicts in place of tensors, or numbers in place of names.
@@ -139,9 +139,6 @@ def _scratch(folder: str) -> MakeTensor:
         return raw.view(dtype).view(tuple(shape))
 
     return make
-
-
-# Reading
 
 
 def _read_own(path: Path, make: MakeTensor) -> dict[str, Any]:
@@ -189,9 +186,6 @@ def _read_torch(path: Path, make: MakeTensor) -> dict[str, Any]:
     return found
 
 
-# Names
-
-
 def _mapping(rename: Sequence[tuple[str, str]], names: dict[str, str]) -> Callable[[str], str]:
     patterns = []
     for each in rename:
@@ -222,7 +216,7 @@ def _renamed(state: State, change: Callable[[str], str]) -> State:
     optimizer = state.optimizer
     if optimizer is not None and optimizer.keys() == {"state", "param_groups"}:
         optimizer = with_names(_by_names(optimizer, state.model), change)
-    return State(model, optimizer, state.rest, state.nested)
+    return replace(state, model=model, optimizer=optimizer)
 
 
 def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
@@ -245,9 +239,6 @@ def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
             )
         names[number] = name
     return with_names({**optimizer, "state": state}, names.__getitem__)
-
-
-# Writing
 
 
 def _write_own(path: Path, state: State) -> None:

@@ -72,18 +72,16 @@ def check_dtype(dtype: Any) -> None:
 def _iterate(
     tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    sent = {name: TensorEntry(cast_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    buckets = _buckets(tensors, sent, limit)
-    most = max((sum(aligned(sent[name]) for name in names) for names, axes in buckets if axes), default=0)
+    buckets = _buckets(tensors, limit, dtype)
+    most = max((sum(map(aligned, bucket.values())) for bucket, axes in buckets if axes), default=0)
     storage: torch.Tensor | None = None
-    for names, axes in buckets:
+    for bucket, axes in buckets:
         if not axes:
-            for name in names:
-                yield name, held_part(tensors[name]).local.to(sent[name].dtype)
+            yield from ((name, held_part(tensors[name]).local.to(entry.dtype)) for name, entry in bucket.items())
             continue
         if storage is None:
-            storage = torch.empty(most, dtype=torch.uint8, device=held_part(tensors[names[0]]).local.device)
-        yield from _gathered(tensors, {name: sent[name] for name in names}, axes, storage)
+            storage = torch.empty(most, dtype=torch.uint8, device=held_part(tensors[next(iter(bucket))]).local.device)
+        yield from _gathered(tensors, bucket, axes, storage)
 
 
 def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -106,21 +104,22 @@ def views_of(storage: torch.Tensor, entries: Mapping[str, TensorEntry]) -> tuple
 
 
 def _buckets(
-    tensors: dict[str, torch.Tensor], sent: dict[str, TensorEntry], limit: int
-) -> list[tuple[list[str], tuple[int, ...]]]:
-    """Names of consecutive tensors that are gathered together, with the mesh axes that they are sharded over."""
-    found: list[tuple[list[str], tuple[int, ...]]] = []
+    tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
+) -> list[tuple[dict[str, TensorEntry], tuple[int, ...]]]:
+    """Consecutive tensors that are gathered together, with the mesh axes that they are sharded over."""
+    found: list[tuple[dict[str, TensorEntry], tuple[int, ...]]] = []
     kind: Any = None
     size = 0
     for name, tensor in tensors.items():
+        entry = TensorEntry(cast_dtype(tensor, dtype), tuple(tensor.shape))
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
         axes = tuple(axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate))
         mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
-        if mine != kind or size + aligned(sent[name]) > limit:
-            found.append(([], axes))
+        if mine != kind or size + aligned(entry) > limit:
+            found.append(({}, axes))
             kind, size = mine, 0
-        found[-1][0].append(name)
-        size += aligned(sent[name])
+        found[-1][0][name] = entry
+        size += aligned(entry)
     return found
 
 

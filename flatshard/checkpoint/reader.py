@@ -24,10 +24,7 @@ _MOST_OPEN = 256  # files; the usual limit of a process is 1,024, and a checkpoi
 
 
 class Reader(ExitStack):
-    """Reads tensors from files, which are opened when needed.
-
-    ``advance`` is called with numbers of bytes read, and ``make`` to allocate tensors.
-    """
+    """Reads tensors, which ``make`` allocates, from files. ``advance`` is called with numbers of bytes read."""
 
     def __init__(self, source: TensorFiles, advance: Advance = ignore, make: MakeTensor | None = None) -> None:
         super().__init__()

@@ -25,7 +25,6 @@ from flatshard.checkpoint.progress import Advance
 from flatshard.checkpoint.reader import Reader
 from flatshard.engine.tree.unit_classes import original_classes
 
-_WRAPPERS = re.compile(r"(?:module\.)*")
 _EXPERT = "{expert}"
 
 
@@ -37,8 +36,10 @@ def renaming(saved: Collection[str], here: Collection[str]) -> Callable[[str], s
 
 def _wrapped(names: Collection[str]) -> str:
     """The repetitions of ``module.`` that all names begin with."""
-    found = (_WRAPPERS.match(name) for name in names)
-    return min((match.group() for match in found if match), key=len, default="")
+    prefix = ""
+    while names and all(name.startswith(f"{prefix}module.") for name in names):
+        prefix += "module."
+    return prefix
 
 
 def renamed(state: dict[str, Any], *, add: str = "", remove: str = "") -> dict[str, Any]:
@@ -51,7 +52,6 @@ def renamed(state: dict[str, Any], *, add: str = "", remove: str = "") -> dict[s
         dcp.load({"model": theirs}, checkpoint_id=path)
         set_model_state_dict(model, renamed(theirs, remove="module."))
     """
-
     if not isinstance(state, dict):
         raise TypeError(f"renamed takes a state dict, not {type(state).__name__}")
     for what, given in (("add", add), ("remove", remove)):
@@ -158,12 +158,11 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
             f"'{name}' of shape {shape} cannot be stored by StoredAs(files={rule.files}, dim={rule.dim}, transposed="
             f"{rule.transposed}): it needs more dims, or a size of dim {rule.dim} that {parts} divides"
         )
-    sizes = list(shape)
+    sizes, made = list(shape), []
     if parts > 1:
         sizes[rule.dim] //= parts
     if stacked:
         sizes[0] = 1
-    made = []
     for expert in range(shape[0]) if stacked else range(1):
         for number, pattern in enumerate(rule.files):
             offsets = [0] * len(shape)
@@ -208,22 +207,20 @@ def assemble(
 
 
 _LAYER = "model.layers.*."
-# Models of Hugging Face have stacked experts, and their files have one tensor per expert.
+
+
+def _stacked(file_prefix: str, gate: str, up: str, down: str) -> tuple[StoredAs, StoredAs]:
+    """Rules for models of Hugging Face, which have stacked experts, while their files have one tensor per expert."""
+    names = [f"{_LAYER}{file_prefix}.experts.{_EXPERT}.{part}.weight" for part in (gate, up, down)]
+    experts = _LAYER + "mlp.experts."
+    return StoredAs(experts + "gate_up_proj", tuple(names[:2])), StoredAs(experts + "down_proj", tuple(names[2:]))
+
+
 MIXTRAL = (
     StoredAs(_LAYER + "mlp.gate.weight", (_LAYER + "block_sparse_moe.gate.weight",)),
-    StoredAs(
-        _LAYER + "mlp.experts.gate_up_proj",
-        tuple(_LAYER + f"block_sparse_moe.experts.{_EXPERT}.{part}.weight" for part in ("w1", "w3")),
-    ),
-    StoredAs(_LAYER + "mlp.experts.down_proj", (_LAYER + f"block_sparse_moe.experts.{_EXPERT}.w2.weight",)),
+    *_stacked("block_sparse_moe", "w1", "w3", "w2"),
 )
-QWEN_MOE = (
-    StoredAs(
-        _LAYER + "mlp.experts.gate_up_proj",
-        tuple(_LAYER + f"mlp.experts.{_EXPERT}.{part}_proj.weight" for part in ("gate", "up")),
-    ),
-    StoredAs(_LAYER + "mlp.experts.down_proj", (_LAYER + f"mlp.experts.{_EXPERT}.down_proj.weight",)),
-)
+QWEN_MOE = _stacked("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass

@@ -149,16 +149,10 @@ def _device(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in full.named_tensors(model).values()), torch.device("cpu"))
 
 
-# Buckets in memory
-
-
 def _staged(
     buckets: Sequence[Plan], device: torch.device, pieces: Iterator[torch.Tensor] | None = None
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """The tensors of each bucket as views of one of two buffers in turn, and the used part of that buffer.
-
-    ``pieces``: the values to fill them with.
-    """
+    """Each bucket's tensors as views of one of two buffers, filled with ``pieces``; and the used part of the buffer."""
     most = max(sum(map(full.aligned, bucket.values())) for bucket in buckets)
     storages = [torch.empty(most, dtype=torch.uint8, device=device) for _ in buckets[:2]]
     for bucket, storage in zip(buckets, itertools.cycle(storages)):
@@ -231,9 +225,6 @@ class _ModelWriter:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             advice = "If only names differ, pass names= to sync_weights"
             raise ValueError(f"received weights do not fit the model: {'; '.join(wrong[:3])}{more}. {advice}")
-
-
-# Folders
 
 
 def _version(folder: Path) -> int:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuLink
 from flatshard.rehearsal.clock_cuda import CudaClock, CudaLink
-from flatshard.rehearsal.network import Kind, Level, Network, wire_bytes
+from flatshard.rehearsal.network import Kind, Level, Network, Traffic, TrafficTotal, wire_bytes
 from flatshard.rehearsal.torch_private import NEW_NAMES, ProcessGroup, premul_factor
-from flatshard.rehearsal.traffic import Traffic, TrafficTotal
 from flatshard.rehearsal.transfer import Pairs, Transfer
 
 BACKEND = "rehearsal"
@@ -126,15 +125,16 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         raise ValueError(f"{op} cannot be rehearsed; use SUM, AVG, MIN, MAX, BAND, BOR or PREMUL_SUM")
 
     def _launch_sharded(
-        self, kind: Kind, fulls: Tensors, shards: Tensors, pairs: Pairs, opts: Any, fold: bool, scale: float
+        self, kind: Kind, outputs: Tensors, inputs: Tensors, opts: Any, scale: float = 1.0
     ) -> dist.Work:
         """Launch a collective between full tensors and shards of 1/W.  Called often, so the loops run in C."""
-        count = self._count
+        count, gathers = self._count, kind == "all_gather"
+        fulls, shards = (outputs, inputs) if gathers else (inputs, outputs)
         sizes = list(map(_nbytes, shards))
-        size = sum(sizes) * count
         if list(map(_nbytes, fulls)) != [count * own for own in sizes]:
             _refuse_sizes(kind, fulls, shards, count)
-        return self._launch(kind, size, pairs, opts, len(pairs), fold, count, scale, None, sizes)
+        pairs = list(zip(outputs, inputs))
+        return self._launch(kind, sum(sizes) * count, pairs, opts, len(pairs), not gathers, count, scale, None, sizes)
 
     # -- gathers: this rank's shard is written to every slot of the output
 
@@ -142,8 +142,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.allgather_into_tensor_coalesced([output], [input], opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        pairs = list(zip(outputs, inputs))
-        return self._launch_sharded("all_gather", outputs, inputs, pairs, opts, False, 1.0)
+        return self._launch_sharded("all_gather", outputs, inputs, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         pairs = [(output, shard) for row, shard in zip(outputs, inputs) for output in row]
@@ -164,8 +163,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        pairs = list(zip(outputs, inputs))
-        return self._launch_sharded("reduce_scatter", inputs, outputs, pairs, opts, True, self._scale(opts))
+        return self._launch_sharded("reduce_scatter", outputs, inputs, opts, self._scale(opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """The form with lists, which is rarely used: it takes its full time, but reads only this rank's slot."""

@@ -15,8 +15,10 @@ one pod uses the ``between`` link for all bytes, with as many rails of a node as
 from __future__ import annotations
 
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 Kind = Literal[
@@ -163,6 +165,39 @@ def wire_bytes(kind: Kind, size: int, group_size: int) -> float:
         return 0.0
     share = _SHARE_OF_RING.get(kind)
     return float(size) if share is None else share * size * (group_size - 1) / group_size
+
+
+@dataclass
+class TrafficTotal:
+    """``bytes``: of full messages (all-gather outputs, reduce-scatter inputs).  ``wire_bytes``: that a rank sends."""
+
+    launches: int = 0
+    bytes: int = 0
+    wire_bytes: float = 0.0
+    wire_seconds: float = 0.0
+
+    def add(self, size: int, wire: float, seconds: float) -> None:
+        self.launches += 1
+        self.bytes += size
+        self.wire_bytes += wire
+        self.wire_seconds += seconds
+
+
+@dataclass
+class Traffic:
+    """Sums over all process groups of a rehearsal since it began, per kind of collective.  Not thread-safe."""
+
+    entries: dict[Kind, TrafficTotal] = field(default_factory=lambda: defaultdict(TrafficTotal))
+
+    def snapshot(self) -> dict[Kind, TrafficTotal]:
+        return {kind: replace(entry) for kind, entry in self.entries.items()}
+
+
+def difference(late: dict[Kind, TrafficTotal], early: dict[Kind, TrafficTotal]) -> dict[Kind, TrafficTotal]:
+    """What was added between two snapshots.  Kinds without launches are left out."""
+    pairs = {kind: (now, early.get(kind, TrafficTotal())) for kind, now in late.items()}
+    added = {kind: TrafficTotal(*map(operator.sub, astuple(now), astuple(was))) for kind, (now, was) in pairs.items()}
+    return {kind: total for kind, total in added.items() if total.launches}
 
 
 Part = TypeVar("Part", Link, Network)

@@ -18,10 +18,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from flatshard._sizes import peak_resident_bytes
 from flatshard.rehearsal.backend import BACKEND, Medium, RehearsalGroup
-from flatshard.rehearsal.network import Kind, Network, get_network
+from flatshard.rehearsal.network import Kind, Network, TrafficTotal, difference, get_network
 from flatshard.rehearsal.report import Report
 from flatshard.rehearsal.torch_private import HashStore, cuda, register_backend, replaced_group_constructors
-from flatshard.rehearsal.traffic import TrafficTotal, difference
 
 _current: Rehearsal | None = None
 

@@ -16,6 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from flatshard import _torch
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -65,11 +67,11 @@ def _counting(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[l
     saved, inputs, running = [0] * (len(blocks) + 1), [0] * len(blocks), -1
     numbers = {block: number for number, block in enumerate(blocks)}
     # Keeps storages alive, so that no other storage gets the same key.
-    seen: dict[int, Any] = {_key(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, Any] = {_torch.storage_id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if _key(tensor) not in seen:
-            seen[_key(tensor)] = tensor
+        if _torch.storage_id(tensor) not in seen:
+            seen[_torch.storage_id(tensor)] = tensor
             saved[running] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -89,10 +91,6 @@ def _counting(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[l
             stack.callback(block.register_forward_hook(leave).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         yield saved, inputs
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # a storage on the meta device has no address
 
 
 def activations_of(

@@ -3,6 +3,10 @@
 Units, root, program and hooks are the engine's own. The modules have a parameter of one element for every parameter of
 the model. Stand-ins for the source of weights and for gradients count bytes instead of gathering and reducing. A dry
 run needs no process group, and almost no memory.
+
+`GroupBytes` says what a group holds in memory, and when (docs/plan.md has the formulas). Not counted: activations and
+their gradients, temporaries of the optimizer's own step, buffers of the model, memory that the allocator reserves but
+does not use, and buffers of the communication library.
 """
 
 from __future__ import annotations
@@ -25,9 +29,19 @@ from flatshard.engine.units.unit import Unit, own
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
+from flatshard.rehearsal.network import Network
 from flatshard.tools.group_bytes import GroupBytes, PlannedCollective, TrainingSetup, groups_of
-from flatshard.tools.model_shapes import ModelShape, ModuleCall
-from flatshard.tools.timing import Estimate, StepClock
+from flatshard.tools.model_shapes import ModelShape, ModuleCall, UnitShape
+from flatshard.tools.timing import Estimate, Speed, StepClock
+
+_CPU = torch.device("cpu")
+
+
+class _NoMesh:
+    ndim = 0
+
+
+_NO_MESH: Any = _NoMesh()
 
 
 @dataclass(frozen=True)
@@ -46,23 +60,64 @@ class Bytes:
         return self.main + self.compute + self.state + self.gradients + self.gathered + self.staging
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank. ``resting``: between steps. ``peak``: at the peak of a step.
+
+    ``most_gathered`` and ``most_staging``: the maximum of each in a step, possibly at other moments than the peak.
+    ``launches``: the collectives of one step. ``host``: bytes in host memory, if weights are offloaded.
+    """
+
+    resting: Bytes
+    peak: Bytes
+    most_gathered: int
+    most_staging: int
+    launches: tuple[PlannedCollective, ...]
+    host: int = 0
+
+
+def memory_of(model: ModelShape, setup: TrainingSetup) -> Memory:
+    """The memory and the collectives of one rank that trains ``model``."""
+    return DryRun(model, setup).step()
+
+
+def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
+    """`memory_of` with `CPUOffloadPolicy`: main weights, main gradients and optimizer state are in host memory.
+
+    The peak is an upper bound: the maxima of gathered weights and of staging, and the shards of two units that are
+    copied to or from the host.
+    """
+    memory = memory_of(model, setup)
+    shards = [sum(group.main + group.main_grad for group in unit) for unit in groups_of(model, setup)]
+    resting = Bytes(compute=memory.resting.compute)
+    moving = memory.peak.total - memory.resting.total  # includes main gradients, although they are in host memory
+    gathered = min(memory.most_gathered, moving)
+    staging = min(memory.most_staging, moving - gathered) + 2 * max(shards)
+    peak = replace(resting, gathered=gathered, staging=staging)
+    return replace(memory, resting=resting, peak=peak, host=memory.resting.state + sum(shards))
+
+
+def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:
+    """The estimated time of a step."""
+    return DryRun(model, setup).timed(StepClock(speed, network, model.width), setup.microbatches)
+
+
 class DryRun:
-    """A dry run of a model. `resting`, `peak`, `most_gathered` and `most_staging` are as in `Memory`."""
+    """A dry run of a model."""
 
     def __init__(self, model: ModelShape, setup: TrainingSetup) -> None:
         groups = groups_of(model, setup)
         every = [group for unit in groups for group in unit]
-        self.resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
-        self._now = self.peak = replace(self.resting, gradients=sum(group.accumulated for group in every))
-        self.most_gathered = self.most_staging = 0
+        self._resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
+        self._now = self._peak = replace(self._resting, gradients=sum(group.accumulated for group in every))
+        self._most_gathered = self._most_staging = 0
         self._is_noting = False
-        self._groups = [[_Group(sizes, setup, self, number) for sizes in unit] for number, unit in enumerate(groups)]
+        self._groups = [[_Group(sizes, self, unit) for sizes in of] for unit, of in zip(model.units, groups)]
+        self._every = [group for unit in self._groups for group in unit]
         self._modules: dict[int, list[_Module]] = {}
         self._accumulates = setup.microbatches > 1
         self.clock: StepClock | None = None
         self.is_last = True  # this is the last micro-batch of a step
-        self._refreshed: set[_Source] = set()
-        self._model = model
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
@@ -75,16 +130,29 @@ class DryRun:
                 own(module, unit)
             self._units.append(unit)
 
-    def step(self) -> None:
+    def _module(self, call: ModuleCall) -> _Module:
+        module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit], call.is_table)
+        self._modules.setdefault(call.unit, []).append(module)
+        for group in self._groups[call.unit]:
+            group.calls += 1
+        return module
+
+    def step(self) -> Memory:
         """Run the last micro-batch of a step. One pass before it records the order of units. If there are several
         micro-batches, another one runs before it, because its last reduces are still in flight."""
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
         for self._is_noting, is_last in passes:
-            for unit in self._units:
-                unit.set_batch(True, is_last)
-            for group in (group for unit in self._groups for group in unit):
+            for group in self._every:
                 group.gathers = 0
-            self._root(torch.zeros(1)).sum().backward()
+            self._pass(True, is_last)
+        launches = tuple(launch for group in self._every for launch in group.sizes.launches(group.gathers))
+        return Memory(self._resting, self._peak, self._most_gathered, self._most_staging, launches)
+
+    def _pass(self, is_first: bool, is_last: bool) -> None:
+        """Run forward and backward of one micro-batch."""
+        for unit in self._units:
+            unit.set_batch(is_first, is_last)
+        self._root(torch.zeros(1)).sum().backward()
 
     def timed(self, clock: StepClock, microbatches: int) -> Estimate:
         """The estimated time of a step. Of many micro-batches, the first, the second and the last are run."""
@@ -93,40 +161,16 @@ class DryRun:
         passes = min(microbatches, 3)
         for number in range(passes):
             self.is_last = number == passes - 1
-            for unit in self._units:
-                unit.set_batch(number == 0, self.is_last)
             began = clock.marks
-            self._root(torch.zeros(1)).sum().backward()
+            self._pass(number == 0, self.is_last)
             if number == 1:
                 clock.repeat(microbatches - passes, began)
-        groups = [group.sizes for unit in self._groups for group in unit]
-        return clock.finish(groups, len(self._units) * microbatches)
-
-    def launched(self, source: _Source, group: GroupBytes) -> Ticket:
-        """Launch the all-gather of a group and, before the first one of a step, the refresh of its compute weights."""
-        clock = self.clock
-        if clock is None:
-            return Ticket()
-        launches = [] if source in self._refreshed else group.refreshes()
-        self._refreshed.add(source)
-        end = clock.launch("gather", [*launches, *group.gathers()])
-        return Ticket(then=lambda: clock.wait(end))
+        return clock.finish([group.sizes for group in self._every], len(self._units) * microbatches)
 
     def moved(self, count: int) -> None:
         """Count bytes that encoding and decoding read and write."""
         if self.clock is not None:
             self.clock.move(count)
-
-    def used(self, unit: int, group: GroupBytes, position: int, backward: bool) -> None:
-        if self.clock is not None:
-            self.clock.use(self._model.units[unit], group, position, backward)
-
-    def _module(self, call: ModuleCall) -> _Module:
-        module = _Module([self._module(inner) for inner in call.inner], self._groups[call.unit], call.is_table)
-        self._modules.setdefault(call.unit, []).append(module)
-        for group in self._groups[call.unit]:
-            group.calls += 1
-        return module
 
     def note(self, gradients: int = 0, gathered: int = 0, staging: int = 0) -> None:
         """Add changes of memory, in bytes."""
@@ -135,14 +179,9 @@ class DryRun:
         was = self._now
         held = was.gradients + gradients, was.gathered + gathered, was.staging + staging
         self._now = now = Bytes(was.main, was.compute, was.state, *held)
-        self.most_gathered = max(self.most_gathered, now.gathered)
-        self.most_staging = max(self.most_staging, now.staging)
-        self.peak = max(self.peak, now, key=lambda each: each.total)
-
-    def launches(self) -> list[PlannedCollective]:
-        """The collectives of the step that was run."""
-        groups = [group for unit in self._groups for group in unit]
-        return [launch for group in groups for launch in group.sizes.launches(group.gathers)]
+        self._most_gathered = max(self._most_gathered, now.gathered)
+        self._most_staging = max(self._most_staging, now.staging)
+        self._peak = max(self._peak, now, key=lambda each: each.total)
 
 
 class _Module(nn.Module):
@@ -158,7 +197,8 @@ class _Module(nn.Module):
             if position:
                 x = self.inner[position - 1](x)
             for group in self._groups:
-                used = group.used_after(position)
+                pairs = zip(group.params, group.sizes.tensors)
+                used = [member.sharded for member, tensor in pairs if tensor.after == position]
                 if used:
                     x = _Use.apply(group, position, x, *used)  # type: ignore[no-untyped-call]
         return x
@@ -170,12 +210,12 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: _Group, position: int, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.position, ctx.count = group, position, len(parameters)
-        group.run.used(group.number, group.sizes, position, backward=False)
+        group.used(position, backward=False)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.group.run.used(ctx.group.number, ctx.group.sizes, ctx.position, backward=True)
+        ctx.group.used(ctx.position, backward=True)
         ctx.group.gradients_appear(ctx.position)
         return None, None, grads[0], *[torch.zeros(1) for _ in range(ctx.count)]
 
@@ -183,8 +223,8 @@ class _Use(torch.autograd.Function):
 class _Group(ParamGroup):
     """A group whose parameters have one element each, and count as the bytes in ``sizes``."""
 
-    def __init__(self, sizes: GroupBytes, setup: TrainingSetup, run: DryRun, unit: int) -> None:
-        self.sizes, self.run, self.number = sizes, run, unit
+    def __init__(self, sizes: GroupBytes, run: DryRun, unit: UnitShape) -> None:
+        self.sizes, self.run, self._unit = sizes, run, unit
         self.calls = 0  # forwards per pass that use the group
         self.gathers = 0  # all-gathers in this forward and backward
         self._appeared = 0  # calls of `gradients_appear` in this backward
@@ -193,7 +233,7 @@ class _Group(ParamGroup):
         self.placements, self.is_extended = sizes.placements, False
         self.home = Home(_CPU)
         self.source, self.gathered_bytes = _Source(self), sizes.gathered
-        self.gradients = _Gradients(self, setup)
+        self.gradients = _Gradients(self)
         self.snapshot = self  # type: ignore[assignment]
         self.is_full, self.ticket, self._watched = False, None, False
         self.all_gather_comm = self._refreshed = None
@@ -208,9 +248,9 @@ class _Group(ParamGroup):
     def has_changed(self) -> bool:
         return False
 
-    def used_after(self, position: int) -> list[nn.Parameter]:
-        pairs = zip(self.params, self.sizes.tensors)
-        return [member.sharded for member, tensor in pairs if tensor.after == position]
+    def used(self, position: int, backward: bool) -> None:
+        if self.run.clock is not None:
+            self.run.clock.use(self._unit, self.sizes, position, backward)
 
     def gradients_appear(self, position: int) -> None:
         sizes = self.sizes
@@ -231,7 +271,7 @@ class _Source(Source):
         self._group = group
         self._pool: Pool | None = None
         self._taken = 0  # bytes that are allocated now
-        self._is_open = True
+        self._is_open, self._is_refreshed = True, False
         self.is_resident = group.sizes.is_resident
 
     @property
@@ -239,11 +279,16 @@ class _Source(Source):
         return bool(self._group.sizes.passing)
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self._pool = pool
+        self._pool, sizes, clock = pool, self._group.sizes, self._group.run.clock
         self._group.gathers += 1
         self._is_open = not self.decodes
         self._add(self._group.arriving_bytes)
-        return self._group.run.launched(self, self._group.sizes)
+        if clock is None:
+            return Ticket()
+        refreshes = [] if self._is_refreshed else sizes.refreshes()  # compute weights, before the first one of a step
+        self._is_refreshed = True
+        end = clock.launch("gather", [*refreshes, *sizes.gathers()])
+        return Ticket(then=lambda: clock.wait(end))
 
     def open(self) -> None:
         sizes = self._group.sizes
@@ -264,8 +309,8 @@ class _Source(Source):
 
 
 class _Gradients(Gradients):
-    def __init__(self, group: _Group, setup: TrainingSetup) -> None:
-        self._group, self._accumulates = group, setup.microbatches > 1
+    def __init__(self, group: _Group) -> None:
+        self._group = group
         self.params, self.placements = group.params, group.placements
         self.expected = sum(member.sharded.requires_grad for member in self.params)
         self.on_arrival = self.direct = None
@@ -281,7 +326,7 @@ class _Gradients(Gradients):
         self.take()
         sizes, note = self._group.sizes, self._group.run.note
         ends = sizes.ends and goal is Goal.FINAL
-        fresh = not self._accumulates or ends
+        fresh = sizes.setup.microbatches == 1 or ends
         note(gradients=sizes.main_grad if fresh else 0, staging=sizes.reducing)
         ended = sizes.accumulated if ends else 0
         run, clock = self._group.run, self._group.run.clock
@@ -294,13 +339,3 @@ class _Gradients(Gradients):
                 clock.wait(end)
 
         return Reduction(pool, name, ticket=Ticket(then=over))
-
-
-_CPU = torch.device("cpu")
-
-
-class _NoMesh:
-    ndim = 0
-
-
-_NO_MESH: Any = _NoMesh()

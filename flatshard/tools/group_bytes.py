@@ -167,9 +167,7 @@ class GroupBytes:
         layout = self.setup.layout
         if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
             layout = "tensor"  # `fully_shard` does the same with this version of torch
-        if layout == "flat":
-            return plan(shapes, shards, layout=layout, apart=self._marks)
-        dims = [least_padded_dim(shape, shards) for shape in shapes]
+        dims = None if layout == "flat" else [least_padded_dim(shape, shards) for shape in shapes]
         return plan(shapes, shards, layout=layout, dims=dims, apart=self._marks)
 
     @property
@@ -241,11 +239,6 @@ class GroupBytes:
     def _segments(self) -> int:
         return sum(segment.piece > 0 for segment in self.layout.segments)
 
-    @property
-    def _told(self) -> int:
-        """The number of elements in a reduce that say which parameters this rank has used."""
-        return len(self.tensors) if len(self.tensors) > 1 else 0
-
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         found, current = [], list(source)
         piece, segments = self.piece or self.layout.run_numel * self.wire.itemsize, 1 if self.piece else self._segments
@@ -261,8 +254,8 @@ class GroupBytes:
         if not self.trainable:
             return []
         rests = [given != final for given, final in zip(self.placements.gradient, self.placements.optimizer)]
-        # Which parameters were used is told when gradients become final.
-        told = self._told if is_last or not any(rests) else 0
+        # When gradients become final, a reduce has elements that say which parameters this rank has used.
+        told = len(self.tensors) if len(self.tensors) > 1 and (is_last or not any(rests)) else 0
         found: list[PlannedCollective] = []
         held: list[Placement] = list(replicated(len(self.setup.mesh)).parameter)
         for axis in reversed(range(len(held))):

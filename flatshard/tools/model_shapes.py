@@ -290,10 +290,7 @@ class _Experts(nn.Module):
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module:
-    """A module with the parameters of a Hugging Face configuration, on the meta device. It cannot be run.
-
-    Its ``model_type`` must be one of `_TYPES`.
-    """
+    """A module with the parameters of a configuration of one of `_TYPES`, on the meta device. It cannot be run."""
     kind = config["model_type"]
     width, ffn, layers, heads, vocab = (
         _count(config, name)
@@ -308,14 +305,15 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
     query, key = (width, heads * head_dim, biases[0]), (width, kv_heads * head_dim, biases[0])
     projections = {"q": query, "k": key, "v": key, "o": (heads * head_dim, width, biases[1])}
     dense = {"gate": (width, ffn, mlp_bias), "up": (width, ffn, mlp_bias), "down": (ffn, width, mlp_bias)}
+    step, without = _count(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     with torch.device("meta"):
         blocks = nn.ModuleList()
         for number in range(layers):
             attention = _linears(projections)
             if biases[2]:
                 attention.update({name: nn.RMSNorm(head_dim) for name in ("q_norm", "k_norm")})
-            sparse = kind in _MIXTURES and _is_sparse(config, number)
-            parts = {"attention": attention, "ffn": _mixture(config, width) if sparse else _linears(dense)}
+            has_experts = kind in _MIXTURES and number not in without and (number + 1) % step == 0
+            parts = {"attention": attention, "ffn": _mixture(config, width) if has_experts else _linears(dense)}
             norms = {name: nn.RMSNorm(width) for name in ("attention_norm", "ffn_norm")}
             blocks.append(nn.ModuleDict({**parts, **norms}))
         embed, head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
@@ -335,12 +333,6 @@ def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
     _count(config, "num_experts_per_tok")  # `load_model` reads it
     router = nn.Linear(width, experts, bias=False)
     return nn.ModuleDict({"router": router, "experts": _Experts(width, ffn, experts)})
-
-
-def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether this layer has experts."""
-    every = _count(config, "decoder_sparse_step", 1)
-    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % every == 0
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

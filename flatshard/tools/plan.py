@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from flatshard.policy import Strategy, placements_for
 from flatshard.rehearsal.network import wire_bytes
+from flatshard.tools.dry_run import memory_of, offloaded, time_of
 from flatshard.tools.group_bytes import TrainingSetup
-from flatshard.tools.memory import memory_of, offloaded, time_of
 from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.strategy_plan import Machine, StrategyPlan, StrategyRow, Training, gigabytes
 

@@ -139,12 +139,11 @@ def plan(options: argparse.Namespace) -> int:
         expert_parts=options.ep,
     )
     found = compare_strategies(model, machine, training)
-    drawn = picture(model, machine, training) if options.picture else None
     if options.json:
         options.json.write_text(found.to_json())
     print(found.table())
-    if drawn is not None:
-        print(f"\n{drawn}")
+    if options.picture:
+        print(f"\n{picture(model, machine, training)}")
     return 0
 
 

@@ -13,8 +13,8 @@ import torch
 from flatshard.layout.planner import LayoutName
 from flatshard.policy import MixedPrecisionPolicy, Strategy
 from flatshard.rehearsal.network import Network
+from flatshard.tools.dry_run import Memory
 from flatshard.tools.group_bytes import StateOf
-from flatshard.tools.memory import Memory
 from flatshard.tools.model_shapes import ModelShape
 from flatshard.tools.timing import Estimate, Speed
 
@@ -112,9 +112,8 @@ class StrategyPlan:
     @property
     def state_per_parameter(self) -> float:
         """Bytes of optimizer state per parameter, over all ranks; frozen parameters have none."""
-        return self.rows[0].memory.resting.state / max(
-            self.model.numel, 1
-        )  # in ZeRO 0 a rank has all of it, without padding
+        whole = self.rows[0].memory.resting.state  # in ZeRO 0 a rank has all of it, without padding
+        return whole / max(self.model.numel, 1)
 
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
@@ -124,18 +123,13 @@ class StrategyPlan:
             for moment in ("resting", "peak"):
                 found["memory"][moment]["total"] = getattr(row.memory, moment).total
             rows.append(found)
-        machine = {
-            "devices": self.machine.devices,
-            "memory": self.machine.memory,
-            "spare": self.machine.spare,
-            "network": self.machine.network.name,
-            "ranks_per_node": self.machine.network.ranks_per_node,
-        }
+        machine = {name: getattr(self.machine, name) for name in ("devices", "memory", "spare")}
+        network = self.machine.network
         document = {
             "parameters": self.model.numel,
             "units": len(self.model.units),
             "state_bytes_per_parameter": self.state_per_parameter,
-            "machine": machine,
+            "machine": {**machine, "network": network.name, "ranks_per_node": network.ranks_per_node},
             "strategies": rows,
             "advice": self.advice,
             "why": self.why,

@@ -147,11 +147,8 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
     return torch.cat(packed) if packed else torch.empty(0, dtype=torch.int32), max(vocab, max(end, default=0) + 1)
 
 
-# Conversations: lines of JSON with messages. Only the assistant's messages count in the loss.
-
-
 def load_chat(path: Path, encode: Callable[[str], Sequence[int]], render: Render) -> tuple[Tensor, Tensor]:
-    """The tokens of all conversations, and a mask of those that are answers of the assistant."""
+    """The tokens of all conversations (lines of JSON), and a mask of the assistant's answers, which the loss counts."""
     tokens: list[int] = []
     answers: list[bool] = []
     for messages in _conversations(path):
@@ -212,9 +209,6 @@ def chat_template(folder: Path | None) -> Render:
 def _chatml(messages: Sequence[Message], answers_next: bool) -> str:
     text = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
     return text + "<|im_start|>assistant\n" * answers_next
-
-
-# Rows
 
 
 def _check(text: Text, settings: TrainSettings) -> None:

@@ -1,7 +1,4 @@
-"""The log of a run: one line of JSON per step. Each step has one line, also if the run was interrupted.
-
-This module does not import torch.
-"""
+"""The log of a run: one line of JSON per step, also if the run was interrupted. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -104,7 +101,7 @@ class Log:
             self._board = SummaryWriter(str(settings.tensorboard), purge_step=done + 1 if done else None)
         if settings.wandb is not None:
             self._wandb = import_module("wandb").init(project=settings.wandb, config=settings.recipe)
-        self._tokens, self._last = settings.batch * settings.context, done
+        self._tokens = settings.batch * settings.context
         self._waiting: list[Step] = []
         self._written = time.monotonic()
 
@@ -118,19 +115,17 @@ class Log:
         """Write all added steps to disk. Call it before a checkpoint is saved, so that no line can be missing."""
         lines = [_line(step) for step in self._waiting]  # waits for the device, so the clock is read after it
         now = time.monotonic()
-        if lines:
-            speed = (lines[-1]["step"] - self._last) * self._tokens / max(now - self._written, 1e-9)
-            self._last = lines[-1]["step"]
-            for line in lines:
-                line["tokens_per_second"] = round(speed)
-                if self._file is not None:
-                    self._file.write(json.dumps(line).encode() + b"\n")
-                number = line.pop("step")
-                if self._board is not None:
-                    for name, value in line.items():
-                        self._board.add_scalar(name, value, number)
-                if self._wandb is not None:
-                    self._wandb.log(line, step=number)
+        speed = round(len(lines) * self._tokens / max(now - self._written, 1e-9))
+        for line in lines:
+            line["tokens_per_second"] = speed
+            if self._file is not None:
+                self._file.write(json.dumps(line).encode() + b"\n")
+            number = line.pop("step")
+            if self._board is not None:
+                for name, value in line.items():
+                    self._board.add_scalar(name, value, number)
+            if self._wandb is not None:
+                self._wandb.log(line, step=number)
         self._waiting.clear()
         if self._file is not None:
             self._file.flush()
@@ -141,9 +136,5 @@ class Log:
 
 
 def _line(step: Step) -> dict[str, Any]:
-    line = {"step": step.number, "loss": float(step.loss), "lr": step.lr}
-    for name in ("grad_norm", "val_loss"):
-        value = getattr(step, name)
-        if value is not None:
-            line[name] = float(value)
-    return line
+    values: dict[str, Any] = {"loss": step.loss, "lr": step.lr, "grad_norm": step.grad_norm, "val_loss": step.val_loss}
+    return {"step": step.number, **{name: float(value) for name, value in values.items() if value is not None}}

@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -263,8 +264,12 @@ def parse(arguments: list[str]) -> TrainSettings:
         import yaml  # noqa: F401
     except ImportError as error:
         raise Mistake(f"{error.name} is not installed: pip install 'flatshard[train]'") from error
-    arguments, file = _without_config(arguments)
-    default = TrainSettings() if file is None else read(file)
+    flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flag.add_argument("--config", nargs="?", const="")
+    given, arguments = flag.parse_known_args(arguments)
+    if given.config == "":
+        raise Mistake("--config: needs a file (YAML or TOML)")
+    default = TrainSettings() if given.config is None else read(Path(given.config))
     settings = tyro.cli(TrainSettings, args=arguments, prog="flatshard train", default=default, description=_ABOUT)
     return settings.validate()
 
@@ -274,17 +279,6 @@ _ABOUT = (
     "The result does not depend on the number of processes. --config FILE (YAML or TOML) sets options, which flags "
     f"override; a run with --checkpoint FOLDER writes its settings to FOLDER/{FILE}."
 )
-
-
-def _without_config(arguments: list[str]) -> tuple[list[str], Path | None]:
-    for place, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return [*arguments[:place], *arguments[place + 1 :]], Path(argument.partition("=")[2])
-        if argument == "--config":
-            if place + 1 == len(arguments):
-                raise Mistake("--config: needs a file (YAML or TOML)")
-            return [*arguments[:place], *arguments[place + 2 :]], Path(arguments[place + 1])
-    return arguments, None
 
 
 def read(path: Path) -> TrainSettings:

@@ -210,10 +210,7 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """The prompt and the text that the model writes after it, the same on all ranks. All ranks must call it.
-
-        The text is shorter if a rank receives a signal.
-        """
+        """The prompt and what the model writes after it, until a signal. All ranks must call it, and get the same."""
         settings = self.settings
         draw = torch.Generator(self.device).manual_seed(settings.seed)
         prompt = self.text.beginning() if settings.prompt is None else self.text.prompt(settings.prompt)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard.policy import MixedPrecisionPolicy, placements_for
+from flatshard.tools.dry_run import Memory, memory_of
 from flatshard.tools.group_bytes import TrainingSetup
-from flatshard.tools.memory import Memory, memory_of
 from flatshard.tools.model_shapes import model_of
 from flatshard.train.model import Llama, LlamaConfig
 

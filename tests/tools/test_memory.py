@@ -14,7 +14,7 @@ from flatshard.engine.units.unit import unit_of
 from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
 from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import CONFIG, Case
 

@@ -19,10 +19,9 @@ from flatshard import shard_model
 from flatshard.cli import main
 from flatshard.engine.tree.build import units_below
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.network import get_network
-from flatshard.rehearsal.traffic import difference
+from flatshard.rehearsal.network import difference, get_network
 from flatshard.tools.activations import activations_of
-from flatshard.tools.memory import memory_of, time_of
+from flatshard.tools.dry_run import memory_of, time_of
 from flatshard.tools.model_shapes import NAMED, load_model, load_runnable, model_of, skeleton
 from flatshard.tools.plan import compare_strategies
 from flatshard.tools.strategy_plan import Machine, Training
