@@ -313,7 +313,8 @@ class Gradients:
             result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
             in_place = fresh and self.grad_dtype == result and not self.home.host
             target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
-            reduction.held += (target.local,)
+            if not self.home.host:
+                reduction.held.append(target.local)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
             noted: torch.Tensor | None = None
@@ -343,6 +344,7 @@ class Gradients:
                 reduction.reduced = Reduced(target, factor, self.grad_dtype, bring)
             elif self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
+                del target, then  # inside the lane, whose next reduce may use the memory: it comes after the copy
         self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
