@@ -1,7 +1,9 @@
 """`CPUOffloadPolicy`: weights, gradients and optimizer state in host memory."""
 
+import functools
 import threading
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -290,6 +292,19 @@ def _sent(rank, world):
 def test_a_gather_waits_for_the_cast_only_while_the_bus_is_busy(ranks):
     for found in ranks(2, _sent):
         assert found == [{False}, {True}, {True}, {True}]
+
+
+@pytest.mark.parametrize(("pinned", "order"), [(True, [2, 3, 5, 0, 1, 4, 6]), (False, [0, 1, 2, 3, 4, 5, 6])])
+def test_the_host_casts_ahead_of_the_bus(pinned, order):
+    """Weights that the device is to cast: the first and the large ones, and of blocks every other one."""
+    started = []
+    copies = []
+    for number, numel in enumerate([1, 8, 4, 4, 4, 4, 8]):
+        local = mock.Mock(numel=lambda numel=numel: numel, is_pinned=lambda: pinned)
+        prepare = functools.partial(started.append, number)
+        copies.append(mock.Mock(main=mock.Mock(local=local), prepare=prepare))
+    offload.prepare_in_turns(copies)
+    assert started == order
 
 
 def _blocks() -> nn.Sequential:

@@ -24,6 +24,7 @@ from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
 from flatshard.engine.units.intent import Lease
 from flatshard.engine.units.unit import Phase, Unit, unit_of, unit_with
+from flatshard.engine.weights.offload import HostCopy, prepare_in_turns
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
 
@@ -120,7 +121,7 @@ class Root:
         if _ran is not None:
             _ran.add(self)
         self.rest_gradients()
-        grads = torch.is_grad_enabled()
+        grads, copies = torch.is_grad_enabled(), list[HostCopy]()
         for unit in self.units:
             if unit.leases and unit.keeps():
                 continue
@@ -130,7 +131,9 @@ class Root:
                 for group in unit.groups:
                     group.renew()
                     if group.source.host_copy is not None:
-                        group.source.host_copy.prepare()
+                        copies.append(group.source.host_copy)
+        if copies:
+            prepare_in_turns(copies)
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD

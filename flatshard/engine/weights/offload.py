@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -116,19 +117,20 @@ class HostCopy:
     def __init__(self, home: Home, main: DBuffer, dtype: torch.dtype) -> None:
         self.is_old = True  # main has changed since the last `prepare`
         self.buffer: DBuffer | None = None  # None until the first `prepare`, or if main has this dtype
-        self._home, self._main, self._dtype = home, main, dtype
+        self.main = main
+        self._home, self._dtype = home, dtype
         self._sent = DONE  # the last copy of the buffer to the device
         self._done: Future[None] | None = None  # the cast
-        self._is_skipped = False  # cast others first: the gather did not wait
+        self._is_late = False  # a gather has not waited for the cast: others come first
 
     def prepare(self) -> None:
         """Start the cast, unless it is up to date."""
-        if not self.is_old or self._main.dtype == self._dtype:
+        if not self.is_old or self.main.dtype == self._dtype:
             return
         self.settle()
         if self.buffer is None:
-            self.buffer = self._main.like(self._home.empty(self._main.local.numel(), self._dtype))
-        self.is_old = self._is_skipped = False
+            self.buffer = self.main.like(self._home.empty(self.main.local.numel(), self._dtype))
+        self.is_old = self._is_late = False
         self._done = Future()
         _worker.submit(self._run, self.buffer.local, self._done)
 
@@ -140,7 +142,7 @@ class HostCopy:
     def send(self, targets: Sequence[torch.Tensor], pool: Pool) -> None:
         """Copy the weights to the device, inside the lane."""
         self.prepare()
-        source = self.buffer if self.buffer is not None and self._is_in_time(pool) else self._main
+        source = self.buffer if self.buffer is not None and self._is_in_time(pool) else self.main
         for target, part in zip(targets, source.runs()):
             for to, piece in zip(target.split(_PIECE), part.split(_PIECE)):
                 to.copy_(piece, non_blocking=True)  # the device casts
@@ -152,29 +154,43 @@ class HostCopy:
         """Whether the cast ends before the bus is idle. What is not pinned is slow to send, so it is always cast."""
         done = self._done
         assert done is not None
-        if not self._main.local.is_pinned():
-            done.result()
         while not done.done() and not pool.sent.has_ended():
             wait([done], _GLANCE)
-        if done.done():
+        self._is_late = not done.done() and self.main.local.is_pinned()
+        if not self._is_late:
             done.result()
-            return True
-        self._is_skipped = True
-        return False
+        return not self._is_late
 
     def _run(self, target: torch.Tensor, done: Future[None]) -> None:
+        if self._is_late:
+            self._is_late = False
+            _worker.submit(self._run, target, done)
+            return
         try:
             self._sent.synchronize()  # the device may still read what is to be overwritten
-            for to, piece in zip(target.split(_PIECE), self._main.local.split(_PIECE)):
-                if self._is_skipped:
-                    self._is_skipped = False
-                    _worker.submit(self._run, target, done)
-                    return
-                to.copy_(piece)
+            target.copy_(self.main.local)
         except BaseException as error:
             done.set_exception(error)  # who waits for the cast raises it
         else:
             done.set_result(None)
+
+
+def prepare_in_turns(copies: Sequence[HostCopy]) -> None:
+    """Start the casts for a forward that sends ``copies`` in this order.
+
+    Half of the weights, the first ones among them, come last and may be left to the device: so the host is ahead of the
+    bus with the casts of the others. If some are not pinned, their gathers wait for them in any case.
+    """
+    first: list[HostCopy] = []
+    last: list[HostCopy] = []
+    ahead = 0 if all(copy.main.local.is_pinned() for copy in copies) else math.inf
+    for copy in copies:
+        numel = copy.main.local.numel()
+        is_first = numel <= ahead
+        (first if is_first else last).append(copy)
+        ahead += -numel if is_first else numel
+    for copy in (*first, *last):
+        copy.prepare()
 
 
 def pinned_bytes() -> int:
