@@ -312,6 +312,12 @@ def test_what_cannot_be_captured_is_refused():
             step(tokens(number))
         with pytest.raises(ValueError, match="has CPUOffloadPolicy"):
             step(tokens(3))
+        trainer = Trainer()
+        trainer(tokens(0))
+        batch = tokens(1)
+        with pytest.raises(RuntimeError, match=r"with flatshard\.capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            trainer(batch)
+        trainer(tokens(2))
 
 
 def test_a_step_that_reads_a_value_says_so_and_leaves_the_model_usable():
