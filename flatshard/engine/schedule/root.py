@@ -132,13 +132,13 @@ class Root:
                 continue
             unit.release(always=True)
             absorb_moved(unit)
-            if unit.is_first:
-                for group in unit.groups:
+            for group in unit.groups:
+                if unit.is_first:
                     group.renew()
-                    if group.source.host_copy is not None:
-                        copies.append(group.source.host_copy)
-        if copies:
-            prepare_in_turns(copies)
+                if group.source.host_copy is not None:
+                    copies.append(group.source.host_copy)
+        if copies:  # main may change after a forward that no backward follows, while it is still read
+            prepare_in_turns(copies, may_send_main=grads and entry.is_first)
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
         self.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD

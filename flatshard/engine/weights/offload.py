@@ -108,41 +108,55 @@ class Home:
 
 
 class HostCopy:
-    """Main in the dtype of compute, in host memory: a host thread casts it once per step, and every pass sends it.
+    """Sends main from host memory. In another dtype, a host thread casts it once per step, and every pass sends that.
 
-    The cast may be slower than the bus. A gather waits for it only while the bus is busy; otherwise it sends main, and
-    the device casts.
+    The cast may be slower than the bus. If ``may_send_main``, a gather waits for it only while the bus is busy;
+    otherwise it sends main, and the device casts.
     """
 
     def __init__(self, home: Home, main: DBuffer, dtype: torch.dtype) -> None:
-        self.is_old = True  # main has changed since the last `prepare`
-        self.buffer: DBuffer | None = None  # None until the first `prepare`, or if main has this dtype
+        self.buffer: DBuffer | None = None  # main in the dtype of compute, from the first `prepare` on
         self.main = main
+        self.may_send_main = False
         self._home, self._dtype = home, dtype
+        self._is_stale = True
         self._sent = DONE  # the last copy of the buffer to the device
-        self._done: Future[None] | None = None  # the cast
-        self._is_late = False  # a gather has not waited for the cast: others come first
+        self._cast: Future[None] | None = None
+        self._is_postponed = False  # a gather has not waited for the cast: those of others come first
+
+    def mark_stale(self) -> None:
+        """Main may have changed."""
+        self._is_stale = True
 
     def prepare(self) -> None:
         """Start the cast, unless it is up to date."""
-        if not self.is_old or self.main.dtype == self._dtype:
+        if not self._is_stale or self.main.dtype == self._dtype:
             return
-        self.settle()
+        if self._cast is not None:
+            wait([self._cast])
         if self.buffer is None:
-            self.buffer = self.main.like(self._home.empty(self.main.local.numel(), self._dtype))
-        self.is_old = self._is_late = False
-        self._done = Future()
-        _worker.submit(self._run, self.buffer.local, self._done)
+            with torch.inference_mode(False):  # training cannot use tensors of inference mode
+                self.buffer = self.main.like(self._home.empty(self.main.local.numel(), self._dtype))
+        self._is_postponed, cast = False, Future[None]()
+        _worker.submit(self._run, self.buffer.local, cast)
+        self._is_stale, self._cast = False, cast
 
     def settle(self) -> None:
         """Wait for the cast."""
-        if self._done is not None:
-            self._done.result()
+        if self._cast is not None:
+            self._cast.result()
 
     def send(self, targets: Sequence[torch.Tensor], pool: Pool) -> None:
         """Copy the weights to the device, inside the lane."""
         self.prepare()
-        source = self.buffer if self.buffer is not None and self._is_in_time(pool) else self.main
+        source = self.main if self.buffer is None else self.buffer
+        if self.may_send_main and self._cast is not None:
+            while not self._cast.done() and not pool.sent.has_ended():
+                wait([self._cast], _GLANCE)
+            if not self._cast.done():
+                source, self._is_postponed = self.main, True
+        if source is self.buffer:
+            self.settle()
         for target, part in zip(targets, source.runs()):
             for to, piece in zip(target.split(_PIECE), part.split(_PIECE)):
                 to.copy_(piece, non_blocking=True)  # the device casts
@@ -150,41 +164,32 @@ class HostCopy:
         if source is self.buffer:
             self._sent = pool.sent
 
-    def _is_in_time(self, pool: Pool) -> bool:
-        """Whether the cast ends before the bus is idle. What is not pinned is slow to send, so it is always cast."""
-        done = self._done
-        assert done is not None
-        while not done.done() and not pool.sent.has_ended():
-            wait([done], _GLANCE)
-        self._is_late = not done.done() and self.main.local.is_pinned()
-        if not self._is_late:
-            done.result()
-        return not self._is_late
-
-    def _run(self, target: torch.Tensor, done: Future[None]) -> None:
-        if self._is_late:
-            self._is_late = False
-            _worker.submit(self._run, target, done)
+    def _run(self, target: torch.Tensor, cast: Future[None]) -> None:
+        if self._is_postponed:
+            self._is_postponed = False
+            _worker.submit(self._run, target, cast)
             return
         try:
             self._sent.synchronize()  # the device may still read what is to be overwritten
             target.copy_(self.main.local)
         except BaseException as error:
-            done.set_exception(error)  # who waits for the cast raises it
+            cast.set_exception(error)  # who waits for the cast raises it
         else:
-            done.set_result(None)
+            cast.set_result(None)
 
 
-def prepare_in_turns(copies: Sequence[HostCopy]) -> None:
+def prepare_in_turns(copies: Sequence[HostCopy], may_send_main: bool) -> None:
     """Start the casts for a forward that sends ``copies`` in this order.
 
-    Half of the weights, the first ones among them, come last and may be left to the device: so the host is ahead of the
-    bus with the casts of the others. If some are not pinned, their gathers wait for them in any case.
+    If gathers may send main instead, half of the weights, the first ones among them, come last: so the host is ahead of
+    the bus with the casts of the others. What is not pinned is slow to send, and always cast.
     """
+    may_send_main = may_send_main and all(copy.main.local.is_pinned() for copy in copies)
     first: list[HostCopy] = []
     last: list[HostCopy] = []
-    ahead = 0 if all(copy.main.local.is_pinned() for copy in copies) else math.inf
+    ahead = 0 if may_send_main else math.inf
     for copy in copies:
+        copy.may_send_main = may_send_main
         numel = copy.main.local.numel()
         is_first = numel <= ahead
         (first if is_first else last).append(copy)

@@ -48,7 +48,7 @@ class Source:
     is_gathered_twice = False  # along one axis once per step, and along another for each pass
     buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
-    host_copy: HostCopy | None = None  # main in the dtype of compute, if it is in host memory
+    host_copy: HostCopy | None = None  # sends main, if that is in host memory and gathers read it
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
@@ -238,7 +238,7 @@ class Gathered(Source):
         self.compute = compute
         self._main, self._home, self._dtype = main, home, codec.dtype
         self._cast = codec if isinstance(codec, Cast) else None
-        if home.host and self._cast is not None:
+        if home.host and self._cast is not None and compute is None:
             self.host_copy = HostCopy(home, main, codec.dtype)
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
@@ -325,7 +325,7 @@ class Gathered(Source):
     def mark_stale(self) -> None:
         self._parked = None
         if self.host_copy is not None:
-            self.host_copy.is_old = True
+            self.host_copy.mark_stale()
         if self.compute is not None:
             self.compute.is_stale = True
 
