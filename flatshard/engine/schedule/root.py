@@ -107,7 +107,8 @@ class Root:
 
     def begin_forward(self, entry: Unit) -> None:
         """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
-        if self.gather_lane.stream is not None and torch.cuda.is_current_stream_capturing() and not record.captures:
+        is_on_cuda = self.gather_lane.device.type == "cuda"
+        if is_on_cuda and torch.cuda.is_current_stream_capturing() and not record.captures:
             raise RuntimeError(
                 "a sharded model is called while a CUDA graph is captured, which would hold its collectives and its "
                 "memory; capture the whole step with flatshard.capture instead"
