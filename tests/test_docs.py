@@ -51,6 +51,7 @@ NOT_TYPED = {
     r"your_script|HOST|^srun|PYTORCH|MEGATRON-LM|upstream.py compare": "needs what only a reader has",
     r"^(pip|hf) ": "needs a network",
     r"benchmarks\.|tests/gpu": "needs a GPU, and hours",
+    r"--model llama-8b": "needs 64 GB of host memory",
     r"runs/megatron-dcp": "needs a checkpoint of Megatron; tests/checkpoint/test_convert.py converts one",
 }
 WORLDS = {"meshes.md": 8, "concepts.md": 8, "recipes.md": 8}  # others: one rank
