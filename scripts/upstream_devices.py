@@ -156,7 +156,23 @@ def _one_cuda_device(known: types.SimpleNamespace) -> None:
     _map_method(torch.nn.Module, "cuda")
     # Ranks that share a device have no multicast; to look for it would start CUDA.
     torch._C._distributed_c10d._SymmetricMemory.has_multicast_support = lambda *args: False
+    _order_threads()
     _give_all([0])
+
+
+def _order_threads() -> None:
+    """Let collectives of ranks that are threads wait for all streams: torch's read what other ranks may still write."""
+    from torch.testing._internal.distributed.multi_threaded_pg import Collective
+
+    join = Collective.join
+
+    def ordered(self: Any, rank: int, data: Any) -> Any:
+        torch.cuda.synchronize()
+        found = join(self, rank, data)
+        torch.cuda.synchronize()
+        return found
+
+    Collective.join = ordered
 
 
 def _with_first_device(function: Callable[..., Any], position: int) -> Callable[..., Any]:
