@@ -276,7 +276,10 @@ class LocalStep:
             if not self._attach([each]):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
         self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
-        for group in {each.group() for each in self._flat_params} if self.early is not None else ():
+        groups = {each.group() for each in self._flat_params}
+        if not self.flat_state and any(group is not None and group.gradients.main_grads.is_apart for group in groups):
+            torch.cuda.empty_cache()  # else the state, which is about to be made, splits what the next forward needs
+        for group in groups if self.early is not None else ():
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
                 group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
 

@@ -19,6 +19,7 @@ from flatshard import (
     direct_wgrads,
     fully_shard,
     fully_shard_optimizer,
+    microbatch,
 )
 from flatshard.rehearsal import rehearse
 from flatshard.wgrads import product_into
@@ -246,3 +247,32 @@ def test_a_captured_step_with_a_parameter_that_is_not_used():
         assert len(set(losses)) == 8
     finally:
         dist.destroy_process_group()
+
+
+def test_gradients_that_are_added_to_have_memory_of_their_own():
+    """Between activations they would split segments that the next forward needs whole, and so would optimizer state."""
+
+    def segment_of(tensor):
+        address = tensor.untyped_storage().data_ptr()
+        (found,) = [s for s in torch.cuda.memory_snapshot() if 0 <= address - s["address"] < s["total_size"]]
+        return found
+
+    with rehearse(2):
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)).cuda()
+        fully_shard(model)
+        weight = model[0].weight
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        batch = torch.randn(4096, 1024, device="cuda")
+        for _ in range(2):
+            for number in range(2):
+                with microbatch(model, is_first=number == 0, is_last=number == 1):
+                    model(batch).square().mean().backward()
+            assert tuple(segment_of(weight.grad.to_local())["segment_pool_id"]) != (0, 0)
+            optimizer.step()
+            blocks = segment_of(optimizer.state[weight]["exp_avg"].to_local())["blocks"]
+            assert sum(block["size"] for block in blocks if block["state"] == "inactive") < 2 << 20
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch)  # gives the memory of the gradients back
+        model(batch).square().mean().backward()  # a step of one backward: gradients between activations
+        assert tuple(segment_of(weight.grad.to_local())["segment_pool_id"]) == (0, 0)

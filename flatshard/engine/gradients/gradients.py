@@ -298,7 +298,7 @@ class Gradients:
     def _reduce_to_final(self, gradients: Given, reduction: Reduction, is_last: bool = False) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
         had_grad, changed, finished = self.main_grads.grads_and_hooks()
-        main_grad, fresh, replaced = self.main_grads.take(had_grad, lane)
+        main_grad, fresh, replaced = self.main_grads.take(had_grad, lane, is_last)
         used, factor, asked = sorted(self._used), self._factor, list[int]()
         # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
         # without elements are not communicated at all.

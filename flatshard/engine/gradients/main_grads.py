@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flatshard.engine.weights.offload import Home
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
 DECOUPLED = "decoupled_grad"
+_LARGE = 1 << 20  # bytes; the allocator puts smaller tensors into separate segments
 _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
 
@@ -47,6 +49,8 @@ class MainGrads:
         self.is_decoupled = False
         self.kept: list[torch.Tensor | None] | None = None
         self._numel, self._has_gaps = main.local.numel(), has_gaps(main)
+        self._is_large = self._numel * dtype.itemsize > _LARGE
+        self.is_apart = False  # the buffer is not in the memory that activations use
         self._accumulates = False  # the last backward added to what was there
         self._is_new = False  # nothing has been reduced into the buffer yet
 
@@ -67,6 +71,8 @@ class MainGrads:
             if param.sharded.grad is not None or (self.is_decoupled and getattr(param.sharded, DECOUPLED) is not None):
                 return
         self.buffer, self.shown = None, []
+        if always:
+            self.__dict__.pop("_memory", None)
 
     @property
     def live_bytes(self) -> int:
@@ -75,15 +81,21 @@ class MainGrads:
 
     def prepare(self) -> None:
         """Create the buffer that the next backward reduces into."""
-        self._make()
+        self._make(nullcontext())
         self._is_new = True
 
-    def take(self, had_grad: Sequence[int], lane: Lane) -> tuple[DBuffer, bool, list[torch.Tensor]]:
-        """The buffer; whether to write instead of add; and the tensors that the lane reads to prepare it."""
+    def take(self, had_grad: Sequence[int], lane: Lane, is_last: bool) -> tuple[DBuffer, bool, list[torch.Tensor]]:
+        """The buffer; whether to write instead of add; and the tensors that the lane reads to prepare it.
+
+        A buffer that further backwards add to gets memory of its own: in that of the activations it would split a
+        segment which the next forward needs whole.
+        """
         any_had, buffer = bool(had_grad or self.open), self.buffer
         self._accumulates = any_had
         if buffer is None or not (any_had or self._is_new):
-            buffer = self._make()
+            on_cuda = not is_last and self.main.local.is_cuda
+            self.is_apart = on_cuda and self._is_large and not torch.cuda.is_current_stream_capturing()
+            buffer = self._make(self._memory if self.is_apart else nullcontext())
         self._is_new = False
         if not any_had:
             return buffer, True, []
@@ -170,9 +182,10 @@ class MainGrads:
             elif grad is not None:
                 self._set(index, None)
 
-    def _make(self) -> DBuffer:
+    def _make(self, memory: AbstractContextManager[None]) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
-        local = self.home.empty(self._numel + self.room, self.dtype)
+        with memory:
+            local = self.home.empty(self._numel + self.room, self.dtype)
         buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
             buffer.local.zero_()
@@ -183,6 +196,11 @@ class MainGrads:
         for shown in self.shown:
             shown.__dict__[MAIN_GRAD] = buffer
         return buffer
+
+    @functools.cached_property
+    def _memory(self) -> AbstractContextManager[None]:
+        """Memory of this buffer alone."""
+        return _torch.memory(self.home.device)
 
     @functools.cached_property
     def _places(self) -> tuple[list[_torch.Spec], list[Any], list[Any], list[int]] | None:
