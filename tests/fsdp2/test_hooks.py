@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import fully_shard
 from tests.dist.models import batches, loss_of, make_net, train
+from tests.dist.test_counts import root_of
 
 ROWS = 8
 
@@ -89,6 +90,8 @@ def _optimizer_in_backward(rank, world, layout):
         loss = loss_of(model, tokens.chunk(world)[rank])
         loss.backward()
         assert all(parameter.grad is None for parameter in model.parameters())
+        groups = [group for unit in root_of(model).units for group in unit.groups]
+        assert not any(group.gradients.main_grads.live_bytes for group in groups)  # freed, before the next forward
         losses.append(loss.item())
     for ours, theirs in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(ours.full_tensor(), theirs.data, rtol=2e-4, atol=2e-5)

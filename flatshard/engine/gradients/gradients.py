@@ -348,7 +348,7 @@ class Gradients:
         self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
-            reduction.then = functools.partial(call_finished, self.params, mine)
+            reduction.then = functools.partial(self._finish, mine)
         if noted is not None:
             self.main_grads.open.update(asked)
             answer = functools.partial(self._uses.answer, noted, asked)
@@ -356,6 +356,12 @@ class Gradients:
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
+
+    def _finish(self, hooked: Callable[[], Sequence[int]]) -> None:
+        """Call post-accumulate hooks. They may step an optimizer and set gradients to None: their memory is freed."""
+        call_finished(self.params, hooked)
+        with _torch.PlainAttributes():
+            self.main_grads.rest()
 
     # Which params ranks have used
 
