@@ -30,6 +30,7 @@ _CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGME
 _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
+_AT_ONCE = 4
 _GATES = 1024  # far more than the collectives that run at the same time
 _ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
 _data_ptr = torch.Tensor.data_ptr
@@ -37,7 +38,7 @@ _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
 _SCALED_IN_KERNEL = {torch.float32: _SCALE_FLOAT32, torch.bfloat16: _SCALE_BFLOAT16}
 
 _SOURCE = (
-    f"#define MAX_SEGMENTS {_MAX_SEGMENTS}\n"
+    f"#define MAX_SEGMENTS {_MAX_SEGMENTS}\n#define AT_ONCE {_AT_ONCE}\n"
     + r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -92,21 +93,35 @@ __device__ __forceinline__ u8 finish(u8 v, const Call&) { return v; }
 __device__ __forceinline__ u32 mix(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 __device__ __forceinline__ u32 mix(u32 v) { return v; }
 
+// Each thread has several loads on their way before it stores anything: a load takes long, and the blocks are few.
 template <typename T> __device__ __forceinline__ u32 move(const Segment& s, const Call& call) {
     u64 n = s.bytes / sizeof(T), stride = (u64)gridDim.x * blockDim.x;
-    const T* src = (const T*)s.src;
+    const T* src = (const T*)s.src + (call.fold ? call.own * n : 0);
+    const T* all = (const T*)s.src;
     T* dst = (T*)s.dst;
+    T values[AT_ONCE];
     u32 read = 0;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += stride) {
+    for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < n; first += AT_ONCE * stride) {
+        #pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (first + k * stride < n) values[k] = src[first + k * stride];
         if (call.fold) {
-            #pragma unroll 8
-            for (u64 slot = 0; slot < call.slots; slot++) read ^= mix(src[slot * n + i]);
-            dst[i] = finish(src[call.own * n + i], call);
+            #pragma unroll
+            for (int k = 0; k < AT_ONCE; k++) {
+                if (first + k * stride >= n) break;
+                #pragma unroll 8
+                for (u64 slot = 0; slot < call.slots; slot++) read ^= mix(all[slot * n + first + k * stride]);
+            }
+            #pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                if (first + k * stride < n) dst[first + k * stride] = finish(values[k], call);
         } else {
-            T value = src[i];
-            #pragma unroll 8
-            for (u64 slot = 0; slot < call.slots; slot++)
-                if (dst + slot * n != src) dst[slot * n + i] = value;
+            for (u64 slot = 0; slot < call.slots; slot++) {
+                if (dst + slot * n == src) continue;
+                #pragma unroll
+                for (int k = 0; k < AT_ONCE; k++)
+                    if (first + k * stride < n) dst[slot * n + first + k * stride] = values[k];
+            }
         }
     }
     return read;
@@ -114,7 +129,9 @@ template <typename T> __device__ __forceinline__ u32 move(const Segment& s, cons
 
 extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant__ Call call) {
     bool keeper = blockIdx.x == 0 && threadIdx.x == 0;
-    u64 end = keeper && call.hold ? reserve((u64*)call.link, call.hold) : 0;
+    __shared__ u64 end;
+    if (threadIdx.x == 0) end = keeper && call.hold ? reserve((u64*)call.link, call.hold) : 0;
+    __syncthreads();  // or the compiler reserves the link when the bytes have moved
     u32 read = 0;
     for (u32 i = 0; i < call.count; i++) {
         const Segment& s = call.segments[i];
@@ -126,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(512) rehearse(const __grid_constant
     }
     // the compiler does not know that this is never true, so it keeps the reads of the other slots
     if (call.fold && call.sink == 1) *(u32*)call.link = read;
-    while (end && now() < end) __nanosleep(100);
+    while (keeper && now() < end) __nanosleep(100);
     if (call.gate && threadIdx.x == 0 && gridDim.x > 1) {
         u64* gate = (u64*)call.gate;
         if (keeper) {

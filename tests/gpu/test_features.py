@@ -276,3 +276,29 @@ def test_gradients_that_are_added_to_have_memory_of_their_own():
             model(batch)  # gives the memory of the gradients back
         model(batch).square().mean().backward()  # a step of one backward: gradients between activations
         assert tuple(segment_of(weight.grad.to_local())["segment_pool_id"]) == (0, 0)
+
+
+def test_gradients_arrive_in_host_memory_as_they_are_on_the_device():
+    """About half of them travel in the dtype of the reduce, and are cast by the host."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    with rehearse(2):
+        models = []
+        for offload in (OffloadPolicy(), CPUOffloadPolicy()):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+            for layer in model:
+                fully_shard(layer, mp_policy=policy, offload_policy=offload)
+            models.append(fully_shard(model, mp_policy=policy, offload_policy=offload))
+            models[-1].set_gradient_divide_factor(3.0)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        for seed in range(4):
+            batch = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).cuda()
+            for model, optimizer in zip(models, optimizers):
+                optimizer.zero_grad()
+                for _ in range(1 + seed % 2):
+                    model(batch).square().sum().backward()
+            for here, there in zip(*(model.parameters() for model in models)):
+                assert there.grad.to_local().device.type == "cpu"
+                assert torch.equal(here.grad.to_local().cpu(), there.grad.to_local())
+            for optimizer in optimizers:
+                optimizer.step()
