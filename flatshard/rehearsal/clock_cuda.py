@@ -22,7 +22,7 @@ import torch
 from flatshard import _epochs
 from flatshard.rehearsal.cuda_driver import CudaDriver
 from flatshard.rehearsal.network import Level
-from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_device, current_raw_stream
+from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_device, current_raw_stream, is_capturing
 from flatshard.rehearsal.transfer import Pairs, Transfer, TransferWork
 
 _MAX_SEGMENTS = 120  # 2.9 KiB with the header; every driver accepts 4 KiB of kernel arguments
@@ -248,8 +248,9 @@ class CudaClock:
         self._raw_stream: int = self._stream.cuda_stream
         with cuda.device(link.device):
             self._before = self._driver.create_event()
-        # The end of the last launch, its stream and its epoch: a graph must not wait for launches outside of it.
-        self._last: tuple[_Event, int, int] | None = None
+        # The end of the last launch, its stream, and its epoch and whether it was captured: a graph must not wait for
+        # launches outside of it, nor these for those in a graph.
+        self._last: tuple[_Event, int, tuple[int, bool]] | None = None
         self._arguments = ctypes.create_string_buffer(_CALL[-1].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
@@ -264,7 +265,7 @@ class CudaClock:
             # one event is enough for all launches: wait captures the last record
             driver.record(self._before, current)
             driver.wait(stream, self._before)
-        epoch = _epochs.now
+        epoch = _epochs.now, bool(is_capturing())
         if self._last is not None and self._last[1] != stream and self._last[2] == epoch:
             driver.wait(stream, self._last[0].handle)
         pairs, sizes = transfer.pairs, transfer.sizes

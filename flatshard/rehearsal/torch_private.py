@@ -20,9 +20,10 @@ Work: Any = _distributed_c10d.Work
 ProcessGroup: Any = dist.ProcessGroup
 HashStore: Any = _distributed_c10d.HashStore
 cuda: Any = torch.cuda  # its events and streams have no type annotations
-# Functions for the index of the current device and the handle of its current stream; None in a build without CUDA.
+# Functions for the index of the current device and its current stream; None in a build without CUDA.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # the current stream, into a graph
 
 # 2.13 renamed these methods, and C++ looks for the new name first. The backend has both.
 NEW_NAMES = {

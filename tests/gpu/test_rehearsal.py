@@ -167,6 +167,21 @@ def test_compute_overlaps_with_the_wire():
         assert elapsed(both) == pytest.approx(max(20, alone), rel=0.15)
 
 
+def test_collectives_are_captured_by_torch_too():
+    """After launches outside of the graph, which it must not wait for, and before others."""
+    with rehearse(W, MS):
+        tensor = torch.ones(4, device="cuda")
+        dist.all_reduce(tensor)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, async_op=True).wait()
+        for _ in range(2):
+            graph.replay()
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(W**6)] * 4
+
+
 COUNT_BLOCKS = r"""
 extern "C" __global__ void count_blocks(int* now, int* most) {
     if (threadIdx.x == 0) {
