@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flatshard import fully_shard
+from flatshard import _torch, fully_shard
 from flatshard.engine.units.unit import unit_of
 from tests.dist.test_counts import DIM, equal, root_of, rows, sharded_chain
 
@@ -79,6 +80,33 @@ def _bytes(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_bytes_at_rest_are_those_of_the_layout_and_the_originals_are_freed(ranks, world):
     ranks(world, _bytes)
+
+
+class _Memory:
+    """In the place of a CUDA memory pool, which caches what was allocated from it as long as it exists."""
+
+
+def _given_back(rank: int, world: int) -> None:
+    model = sharded_chain()
+    model(rows()).sum().backward()
+    grads = [group.gradients.main_grads for unit in root_of(model).units for group in unit.groups]
+
+    def pools() -> list[weakref.ref[_Memory]]:
+        with mock.patch.object(_torch, "memory", side_effect=lambda device: _Memory()):
+            return [weakref.ref(each._memory) for each in grads]  # as a micro-batch that is not the last makes them
+
+    found = pools()
+    model.zero_grad()
+    with torch.no_grad():
+        model(rows())
+    equal([pool() for pool in found], [None] * len(grads))
+    found = pools()
+    model(rows()).sum().backward()  # all of a step
+    equal([pool() for pool in found], [None] * len(grads))
+
+
+def test_memory_of_gradients_that_were_added_to_is_given_back(ranks):
+    ranks(2, _given_back)
 
 
 def _alive(held: dict[str, StorageWeakRef], ignored: str) -> list[str]:

@@ -22,7 +22,7 @@ from flatshard.engine.weights.offload import Home
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
 DECOUPLED = "decoupled_grad"
-_LARGE = 1 << 20  # bytes; the allocator puts smaller tensors into separate segments
+_LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
 _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
 
@@ -61,9 +61,9 @@ class MainGrads:
         in all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
         `_torch.PlainAttributes`, because it reads every parameter.
         """
-        if self.buffer is None or self.in_flight or self.open:
-            return
-        if self._accumulates and not always:
+        if always and self.buffer is None:
+            self._give_back()
+        if self.buffer is None or self.in_flight or self.open or (self._accumulates and not always):
             return
         if self.kept is not None and any(grad is not None for grad in self.kept):
             return
@@ -72,7 +72,11 @@ class MainGrads:
                 return
         self.buffer, self.shown = None, []
         if always:
-            self.__dict__.pop("_memory", None)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Free the memory of a buffer that was apart. What a pool caches is freed only with the pool."""
+        self.__dict__.pop("_memory", None)
 
     @property
     def live_bytes(self) -> int:
@@ -81,7 +85,7 @@ class MainGrads:
 
     def prepare(self) -> None:
         """Create the buffer that the next backward reduces into."""
-        self._make(nullcontext())
+        self._make()
         self._is_new = True
 
     def take(self, had_grad: Sequence[int], lane: Lane, is_last: bool) -> tuple[DBuffer, bool, list[torch.Tensor]]:
@@ -93,9 +97,7 @@ class MainGrads:
         any_had, buffer = bool(had_grad or self.open), self.buffer
         self._accumulates = any_had
         if buffer is None or not (any_had or self._is_new):
-            on_cuda = not is_last and self.main.local.is_cuda
-            self.is_apart = on_cuda and self._is_large and not torch.cuda.is_current_stream_capturing()
-            buffer = self._make(self._memory if self.is_apart else nullcontext())
+            buffer = self._make(apart=not is_last and self._is_large and self.main.local.is_cuda)
         self._is_new = False
         if not any_had:
             return buffer, True, []
@@ -182,9 +184,13 @@ class MainGrads:
             elif grad is not None:
                 self._set(index, None)
 
-    def _make(self, memory: AbstractContextManager[None]) -> DBuffer:
+    def _make(self, apart: bool = False) -> DBuffer:
         self.buffer, self.shown = None, []  # their memory may be used again
-        with memory:
+        is_captured = self.main.local.is_cuda and torch.cuda.is_current_stream_capturing()
+        self.is_apart = apart and not is_captured  # a graph has its own memory
+        if not (apart or is_captured):
+            self._give_back()
+        with self._memory if self.is_apart else nullcontext():
             local = self.home.empty(self._numel + self.room, self.dtype)
         buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
