@@ -7,7 +7,7 @@ import pytest
 from tests.dist.random_programs import run
 
 pytestmark = pytest.mark.xdist_group("interpreters")
-SEEDS, BATCH = 60, 15
+SEEDS, BATCH = 45, 15
 
 
 def _seeds(rank, world, seeds):

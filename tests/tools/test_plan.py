@@ -302,6 +302,7 @@ def test_shapes_are_read_without_running_or_filling_anything():
         del sys.modules["planned_here"]
 
 
+@pytest.mark.full
 def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(capsys):
     told = {}
     for name, more in {
@@ -327,6 +328,7 @@ def test_formats_are_told_to_pay_only_where_the_wire_is_what_a_step_waits_for(ca
         assert found[3] < 0.75 * found[2]
 
 
+@pytest.mark.full
 def test_a_third_level_is_spanned_by_replicas_and_not_by_shards(capsys):
     given = [
         "plan",
