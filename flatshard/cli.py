@@ -172,7 +172,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
         add(f"--{level}-bandwidth", type=float, metavar="GB/S", help=f"bandwidth per rank {level} nodes")
         add(f"--{level}-latency", type=float, metavar="US", help=f"latency per launch {level} nodes")
     add("--segment-cost", type=float, metavar="US", help="time for each further tensor in a launch")
-    add("--sms", type=int, help="streaming multiprocessors that a collective occupies (default 0)")
+    add("--sms", type=int, help="streaming multiprocessors that a collective occupies (default: one)")
     add("--warmup", type=int, default=2, metavar="STEPS", help="first steps that are not measured (default 2)")
     add("--tokens", type=float, help="tokens per step and rank, to report tokens/s")
     add("--flops", type=float, help="model FLOPs per step and rank, to report FLOP/s")

@@ -5,8 +5,8 @@ of a kernel adds the time of its collective to that word, so collectives of all 
 time, in the order in which they start on the device.  The bytes move during the modelled time, so a collective takes
 the longer of the two.
 
-Only the first block waits for the modelled time, and the rest of the device is free for other kernels. If collectives
-occupy multiprocessors (`Network.sms`), the other blocks wait for the first one at a gate.
+Only the first block waits for the modelled time, on one multiprocessor; the rest of the device is free for other
+kernels. If collectives occupy more multiprocessors (`Network.sms`), the other blocks wait for the first one at a gate.
 """
 
 from __future__ import annotations

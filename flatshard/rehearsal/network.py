@@ -74,8 +74,8 @@ class Network:
     ``across``: the link between pods of ``ranks_per_pod`` consecutive ranks; None: all nodes are in one pod.
     ``rails``: network adapters per node. A group uses one for each of its ranks in a node; bandwidths are of one.
     ``algorithm``: how latency grows with the number of ranks, see `hops`.
-    ``sms``: how many multiprocessors of a GPU a collective occupies until it ends, as NCCL's kernels do; 0 for copy
-    engines, which occupy none.
+    ``sms``: how many multiprocessors of a GPU a collective occupies until it ends, as NCCL's kernels do; with 0,
+    only the block that waits occupies one.
     """
 
     inside: Link

@@ -104,6 +104,7 @@ def _one_accumulation(rank, world, case, layout, saying, orders):
             optimizer.zero_grad()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", STRATEGIES, ids=str)
 def test_accumulated_gradients_equal_one_process_however_it_is_said(ranks, case):
     """Every way under three strategies; the full product has all under all."""

@@ -53,6 +53,7 @@ PAIRWISE = pairwise(PRODUCT)
 COLUMNS = ("world", "optimizer", "recompute", "micro", "set_to_none")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(COLUMNS, PAIRWISE)
 def test_training_equals_one_process(ranks, world, optimizer, recompute, micro, set_to_none):
     assert ranks(world, _against_one_process, optimizer, recompute, micro, set_to_none)

@@ -81,6 +81,7 @@ def _equal(rank, world, kind, case, micro):
         assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("kind", "micro"), [("adamw", 1), ("fused", 2), ("momentum", 2)])
 def test_weights_and_state_are_the_same(ranks, kind, case, micro):

@@ -95,6 +95,7 @@ PAIRWISE = pairwise(PRODUCT)
 COLUMNS = ("case", "recompute", "micro", "dtype", "layout")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(COLUMNS, PAIRWISE, ids=str)
 def test_strategies_equal_one_process(ranks, case, recompute, micro, dtype, layout):
     ranks(world_of(case), _equivalence, case, recompute, *micro, dtype, layout)

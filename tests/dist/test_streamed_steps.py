@@ -317,6 +317,7 @@ def _changed(rank, world, change, before_step):
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("before_step", [False, True])
 def test_weights_that_are_changed_count_in_the_next_forward(ranks, change, before_step):

@@ -128,6 +128,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{'-'.join(case[2])}-{case[3]}")
 def test_direct_gradients_are_the_ordinary_ones(ranks, case):
     ranks(2, _equal, *case)

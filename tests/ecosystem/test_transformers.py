@@ -68,6 +68,7 @@ def _train(rank, world, name, choices, recompute):
     return sum(isinstance(module, FSDPModule) for module in model.modules())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.full) for name in REST)])
 def test_training_and_generation_equal_one_process(ranks, name):
     for units in ranks(2, _train, name, {}, None):

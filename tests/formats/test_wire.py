@@ -163,6 +163,7 @@ def _under_a_limit(rank, world, dtype):
         assert peak > least  # of the last, which has room
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_no_more_is_gathered_ahead_than_can_be_decoded(ranks, dtype):
     ranks(2, _under_a_limit, dtype)

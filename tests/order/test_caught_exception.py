@@ -74,6 +74,7 @@ def test_accumulated_gradients_outlive_a_forward_that_raised(interpreters, way, 
     interpreters(2, _accumulated, way, place, 1, (2,), {}, control=place == "norm")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["plain", "no sync", "no all-reduce", "microbatch"])
 def test_so_do_those_that_wait_for_the_outer_axis(interpreters, way):
     interpreters(4, _accumulated, way, "blocks.1.up", 1, (2, 2), {}, control=way == "no sync")

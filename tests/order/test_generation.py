@@ -72,6 +72,7 @@ def _generate(rank, world, way, mode):
     return counts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("way", ["kept", "kept by setting", "unsharded"])
 def test_weights_that_are_kept_are_gathered_once(interpreters, way, mode):

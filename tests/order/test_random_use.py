@@ -161,6 +161,7 @@ def _run(interpreters: Any, request: pytest.FixtureRequest, seeds: Sequence[int]
     interpreters(world_of(seeds[0]), _seeds, chosen or seeds, bool(chosen))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seeds", [*_batches(0, SEEDS, FEW), *_batches(TWICE, TWICE + 1, FEW)])
 def test_ranks_that_use_different_parts_launch_alike(interpreters, request, seeds):
     _run(interpreters, request, seeds)

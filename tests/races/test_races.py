@@ -620,6 +620,7 @@ def test_decoupled_gradients():
 # Steps of state and weights in host memory
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("kind", ["adamw", "8 bits"])
 @pytest.mark.parametrize(

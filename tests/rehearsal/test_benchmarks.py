@@ -41,6 +41,7 @@ def test_later_tokens_change_no_earlier_logits():
     assert not torch.equal(before[:, 10:], after[:, 10:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(
     "system",
@@ -68,6 +69,7 @@ def test_every_system_is_measured(system, little_work):
     assert "failed" not in describe(system, {system: row})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("system", ["fsdp2-hsdp", "flatshard-hsdp", "flatshard-hfsdp", "flatshard-megatron-hfsdp"])
 def test_hybrids_send_one_part_in_eight_between_nodes(system, little_work, monkeypatch):
