@@ -128,3 +128,26 @@ def _changed(rank, world):
 
 def test_tensor_hooks_change_the_gradient_of_one_backward(ranks):
     assert ranks(2, _changed) == ["done"] * 2
+
+
+def _cleared(rank, world):
+    """The gradients after a hook in the middle of a backward has cleared all, and whether another hook saw its own."""
+    found = []
+    for sharded in (False, True):
+        model = sharded_net() if sharded else make_net()
+        weights, saw = dict(model.named_parameters()), []
+        weights["blocks.2.up.weight"].register_post_accumulate_grad_hook(lambda _, model=model: model.zero_grad())
+        weights["blocks.1.up.weight"].register_post_accumulate_grad_hook(lambda p, saw=saw: saw.append(p.grad is None))
+        for tokens in batches(2, ROWS):
+            model.zero_grad()
+            loss_of(model, tokens.chunk(world)[rank] if sharded else tokens).backward()
+        assert saw == [False, False]
+        found.append(
+            {name: weight.grad for name, weight in weights.items() if name.startswith(("blocks.0", "blocks.1"))}
+        )
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name].full_tensor(), wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_a_hook_that_clears_all_gradients_leaves_those_on_their_way(ranks):
+    ranks(2, _cleared)

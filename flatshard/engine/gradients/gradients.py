@@ -345,7 +345,8 @@ class Gradients:
             elif self.home.host:
                 ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
                 del target, then  # inside the lane, whose next reduce may use the memory: it comes after the copy
-        self.main_grads.show([index for index in used if index not in had_grad] if had_grad else used)
+        reduction.shown = [index for index in used if index not in had_grad] if had_grad else used
+        self.main_grads.show(reduction.shown)
         if finished:
             mine = functools.partial(self._used_of, finished, used, asked, noted)
             reduction.then = functools.partial(self._finish, mine)

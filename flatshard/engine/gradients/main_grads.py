@@ -157,6 +157,13 @@ class MainGrads:
                     _torch.allow_grad_of(self.params[index].sharded, self.dtype)
                 self.params[index].sharded.grad = self.shown[index]
 
+    def conceal(self, indices: Sequence[int]) -> None:
+        """Set gradients that `show` has set to None, until it is called again."""
+        with _torch.PlainAttributes():
+            for index in indices:
+                if self._grad(index) is self.shown[index]:
+                    self._set(index, None)
+
     def close(self, asked: Sequence[int], answer: Callable[[], Sequence[int]]) -> None:
         """After the reduce has been waited for: set the gradients of open params that some rank has used."""
         used = answer()

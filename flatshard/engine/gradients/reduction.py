@@ -65,6 +65,7 @@ class Reduction:
     ticket: Ticket = DONE
     then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
+    shown: Sequence[int] = ()  # params whose gradients were set when it was launched
     on_final: OnFinal | None = None  # called when it is over and the gradients are complete
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
     # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
@@ -76,6 +77,15 @@ class Reduction:
         """Copy the reduced use counts."""
         assert self.uses is not None
         noted.copy_(self.uses)
+
+    def conceal(self) -> None:
+        """Set the gradients that were set at its launch to None, until `show`."""
+        if self.writes is not None:
+            self.writes.conceal(self.shown)
+
+    def show(self) -> None:
+        if self.writes is not None:
+            self.writes.show(self.shown)
 
     def wait(self) -> None:
         """Order the current stream after it. It then no longer counts as in flight, even if the wait fails."""

@@ -235,7 +235,15 @@ class Reduces:
             self._ask()
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
-            reduction.then()
+            # Hooks that set all gradients to None mean those that exist, not those on their way.
+            others = [other for other in self.in_flight if other.writes is not reduction.writes]
+            for other in others:
+                other.conceal()
+            try:
+                reduction.then()
+            finally:
+                for other in others:
+                    other.show()
         stepped = None if reduction.on_final is None else reduction.on_final(reduction.reduced)
         if stepped is not None:
             self.stepped.append(stepped)
