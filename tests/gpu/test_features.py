@@ -279,7 +279,7 @@ def test_gradients_that_are_added_to_have_memory_of_their_own():
 
 
 def test_gradients_arrive_in_host_memory_as_they_are_on_the_device():
-    """About half of them travel in the dtype of the reduce, and are cast by the host."""
+    """Those of a first backward are cast on the device; those of a second are added on the host."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     with rehearse(2):
         models = []
