@@ -508,7 +508,7 @@ def test_step_times_are_near_the_rehearsed_ones(case):
     for limit, ours in found:
         setup = CASES[case]
         estimate = by_plan.estimate(setup, by_plan.reached(setup, 1e-3 * limit))
-        assert 1e3 * estimate.total == pytest.approx(ours, rel=0.12 if case == "e" else 0.03)
+        assert 1e3 * estimate.total == pytest.approx(ours, rel=0.03)
 
 
 def test_what_decodes_takes_the_time_of_the_bytes_that_it_reads_and_writes():
