@@ -152,6 +152,35 @@ def fsdp2_captured(setup: Setup) -> Step:
     return step
 
 
+def simple_fsdp(setup: Setup) -> Step:
+    """torchtitan's SimpleFSDP, compiled as one graph; torchtitan (0.3) must be on the path.
+
+    On a GPU, inductor buckets and overlaps collectives, as in torchtitan's trainer. Weights stay gathered from forward
+    to backward.
+    """
+    from torch._inductor import config
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing_from_inductor_configs
+    from torchtitan.experiments.graph_trainer.simple_fsdp import (
+        MixedPrecisionPolicy,
+        data_parallel,
+        disable_active_parametrization,
+    )
+
+    model, mesh = on_meta(setup), init_device_mesh(setup.device, (setup.world,))
+    data_parallel(model, mesh, "fully_shard", MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype))
+    with disable_active_parametrization():
+        model.to_empty(device=setup.device).init_weights()
+    config.allow_buffer_reuse = config.reorder_for_peak_memory = config.reorder_for_compute_comm_overlap = False
+    if setup.device == "cuda":
+        overlap = config.aten_distributed_optimizations
+        overlap.collective_bucketing = overlap.insert_overlap_deps = True
+        config.post_grad_custom_post_pass = lambda graph: schedule_overlap_bucketing_from_inductor_configs(
+            graph.owning_module
+        )
+    model.compile(fullgraph=True)
+    return trainer(setup, model)
+
+
 def flat(
     setup: Setup,
     finer: bool = False,
@@ -293,6 +322,7 @@ SYSTEMS: dict[str, Callable[[Setup], Step]] = {
     "fsdp2": fsdp2,
     "fsdp2-finer": functools.partial(fsdp2, finer=True),
     "fsdp2-captured": fsdp2_captured,
+    "simple-fsdp": simple_fsdp,
     "megatron-fsdp": megatron,
     "flatshard": flat,
     "flatshard-megatron": flat_megatron,
