@@ -299,9 +299,10 @@ def _buffers(rank, world):
         DBuffer(mesh, ["sharded"], [(2, 2)], torch.float32, "cpu")
 
 
-def test_addends_are_of_one_class_wherever_they_are_imported_from():
+def test_placements_are_of_one_class_wherever_they_are_imported_from():
     from flatshard.megatron.experimental import dbuffer
 
+    assert dbuffer.Flat is Flat
     assert dbuffer.Partial is Partial
     assert dbuffer.to_engine(dbuffer.Partial(reduce_op=dist.ReduceOp.AVG)) == layout.Partial("avg")
 

@@ -15,7 +15,8 @@ from flatshard import _torch, buffer, layout
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.layout import Layout, Segment, Slot, is_sharded
 from flatshard.layout.planner import ALIGN, round_up
-from flatshard.megatron.experimental.placement import Partial as Partial  # others import it from here
+from flatshard.megatron.experimental.placement import Flat as Flat  # both are imported from here
+from flatshard.megatron.experimental.placement import Partial as Partial
 from flatshard.megatron.experimental.placement import Placement, Replicate, to_engine, to_torch
 
 
