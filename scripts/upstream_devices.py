@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,11 @@ def leave_out_transformer_engine() -> None:
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = torch.optim.AdamW
 
 
-def map_devices_of(root: Path) -> None:
-    """Let test modules that make a device of a rank's number have device 0."""
+def map_devices_of(root: Path, plugins: Iterable[Any]) -> None:
+    """Let test modules that make a device of a rank's number have device 0; ``plugins``: their conftests."""
     if not torch.cuda.is_available():
         return
-    for module in list(sys.modules.values()):
+    for module in [*sys.modules.values(), *plugins]:
         file = getattr(module, "__file__", None)
         if not file or not Path(file).is_relative_to(root) or vars(module).get("torch") is not torch:
             continue

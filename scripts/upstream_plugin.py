@@ -76,7 +76,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     """Run all tests, some at a time; a test that takes too long is killed with all of its processes."""
     if session.config.option.collectonly:
         return True
-    upstream_devices.map_devices_of(session.config.rootpath)
+    upstream_devices.map_devices_of(session.config.rootpath, session.config.pluginmanager.get_plugins())
     waiting = deque((item, number, 1) for number, item in enumerate(_interleaved(session.items)))
     running: dict[int, _Running] = {}
     services = _Services()
