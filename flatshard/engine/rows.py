@@ -109,7 +109,10 @@ class Rows:
         wanted = ask.new_empty(sum(served))
         lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
         width = table.shape[1]
-        sent = table.index_select(0, wanted).to(dtype)
+        if len(wanted) < len(table):
+            sent = table.index_select(0, wanted).to(dtype)
+        else:
+            sent = table.to(dtype).index_select(0, wanted)  # casts less
         got = sent.new_empty(sum(asked), width)
         splits = [count * width for count in asked], [count * width for count in served]
         lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
@@ -328,7 +331,8 @@ class RowStage(Stage):
                 out.local.zero_()
             if waiting and len(rows):
                 wanted = torch.cat([look_up.wanted for _, look_up in waiting])
-                terms = torch.cat(received).to(sum_dtype(received[0].dtype))
+                terms = torch.empty(len(wanted), width, dtype=sum_dtype(received[0].dtype), device=wanted.device)
+                torch._foreach_copy_(list(terms.split([len(got) for got in received])), received)
                 torch.mul(_added(terms, wanted, len(rows)), factor, out=rows)
             self._leave_padding(out, rows)
             if then is not None:
