@@ -18,7 +18,10 @@ from flatshard import (
     fully_shard_optimizer,
     microbatch,
 )
+from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.weights.offload import Home
+from flatshard.optim.local_step import LocalStep
+from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 
@@ -270,3 +273,34 @@ def test_only_elementwise_optimizers():
         fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), in_backward=True, whole=True)
     with pytest.raises(TypeError, match="in_backward"):
         fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), in_backward="yes")
+
+
+def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
+    """Shards of two layers take as much as a reduce, so the steps of two layers are put off until the last reduce."""
+    events = []
+    land, step = Reduces._land, LocalStep.step_early
+
+    def landing(self):
+        events.append("reduce")
+        land(self)
+
+    def stepping(self, *given):
+        events.append("step")
+        return step(self, *given)
+
+    monkeypatch.setattr(Reduces, "_land", landing)
+    monkeypatch.setattr(LocalStep, "step_early", stepping)
+    with rehearse(2):
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+        for _ in range(2):
+            events.clear()
+            model(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    during = ["reduce", "reduce", "reduce", "step", "reduce", "step"]
+    at_its_end = ["step", "step", "reduce", "step", "reduce", "step"]  # two reduces are in flight
+    assert events == during + at_its_end

@@ -117,6 +117,11 @@ class Gradients:
         return self.main.layout
 
     @property
+    def full_bytes(self) -> int:
+        """The input of a reduce."""
+        return self.layout.buffer_numel(self.layout.num_shards) * self.reduce_dtype.itemsize
+
+    @property
     def what(self) -> str:
         """What ranks announce when they compare reduces."""
         return "reduce"
@@ -506,7 +511,9 @@ def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: flo
     """Write or add reduced gradients, times a factor, to a buffer; they may be in it already."""
     if reduced is main_grad:
         main_grad.local.mul_(factor)
+    elif fresh and factor == 1.0:
+        torch._foreach_copy_([main_grad.local], [reduced.local])  # casts large ones in less time than `copy_`
     elif fresh:
-        torch.mul(reduced.local, factor, out=main_grad.local) if factor != 1.0 else main_grad.local.copy_(reduced.local)
+        torch.mul(reduced.local, factor, out=main_grad.local)
     else:
         main_grad.local.add_(reduced.local, alpha=factor)

@@ -10,7 +10,8 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool, Ticket
-from flatshard.engine.gradients.reduction import Goal, Reduction
+from flatshard.engine.gradients.main_grads import MainGrads
+from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
 from flatshard.engine.units.unit import RootProtocol, Unit, units_with
@@ -27,7 +28,9 @@ class Reduces:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
-        self.stepped: list[Ticket] = []  # by optimizers, when gradients were complete
+        # Groups whose gradients are complete, with what steps them (`in_backward`); and the ends of such steps.
+        self._complete: deque[tuple[MainGrads, Ticket, OnFinal]] = deque()
+        self.stepped: list[Ticket] = []
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -170,6 +173,8 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
+        if any(grads is gradients.main_grads for grads, _, _ in self._complete):
+            self._step_complete()  # before it adds to what they read
         if goal is not Goal.UNREDUCED:
             if self._program.announces:
                 self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
@@ -187,8 +192,9 @@ class Reduces:
 
     def end_backward(self, joins: bool) -> None:
         """Order the current stream after all reduces if it ``joins`` them, else only after those with a callback."""
-        while self.in_flight and (joins or any(reduction.then is not None for reduction in self.in_flight)):
+        while not joins and any(reduction.then is not None for reduction in self.in_flight):
             self._land()
+        self._step_complete()
         if joins:
             self.join()
         elif self.in_flight or self._asking or self.stepped:
@@ -198,7 +204,10 @@ class Reduces:
     def land(self) -> None:
         """Order the current stream after all reduces, and after the steps of optimizers that they have started."""
         while self.in_flight:
+            if len(self.in_flight) == 1:
+                self._step_complete()
             self._land()
+        self._step_complete()
         stepped, self.stepped = self.stepped, []
         for ticket in stepped:
             ticket.wait()
@@ -244,11 +253,31 @@ class Reduces:
             finally:
                 for other in others:
                     other.show()
-        stepped = None if reduction.on_final is None else reduction.on_final(reduction.reduced)
-        if stepped is not None:
-            self.stepped.append(stepped)
-        elif reduction.reduced is not None:
-            reduction.reduced.bring().wait()
+        if reduction.reduced is not None:  # of a group in host memory: it is stepped at once, on lanes of its own
+            stepped = None if reduction.on_final is None else reduction.on_final(reduction.reduced)
+            if stepped is not None:
+                self.stepped.append(stepped)
+            else:
+                reduction.reduced.bring().wait()
+        elif reduction.on_final is not None:
+            assert reduction.writes is not None
+            self._complete.append((reduction.writes, reduction.ticket, reduction.on_final))
+            groups = [group() for _, group in self._groups]
+            self._step_complete(max(group.gradients.full_bytes for group in groups if group is not None))
+
+    def _step_complete(self, most: int = -1) -> None:
+        """Call optimizers for groups with complete gradients, the first one first; those of ``most`` bytes may wait.
+
+        So the steps of the last groups run beside the last reduce, when there is nothing else left to compute.
+        """
+        left = sum(grads.live_bytes for grads, _, _ in self._complete)
+        while self._complete and left > most:
+            grads, ticket, on_final = self._complete.popleft()
+            left -= grads.live_bytes
+            ticket.wait()  # the backward may have been on another stream when it landed
+            stepped = on_final(None)
+            if stepped is not None:
+                self.stepped.append(stepped)
 
 
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them
