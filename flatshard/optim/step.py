@@ -299,13 +299,13 @@ class FSDPWhole(FSDPOptimizer):
                 f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
                 "optimizer itself to flatshard.checkpoint.save"
             )
-        with side.with_state(side.saved_state(self)):
+        with side.local.lending(side.saved_state(self)):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own, which may read and change what it has loaded: it sees all of it."""
         loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
-        with _local(self).with_state(loaded):
+        with _local(self).local.lending(loaded):
             super().load_state_dict(state_dict)
         self.state = loaded
 
@@ -314,7 +314,7 @@ class FSDPWhole(FSDPOptimizer):
             super().__setstate__(state)
             return
         side, given = _local(self), state["state"]
-        is_loading = side.stand_in is not None  # in `load_state_dict`
+        is_loading = side.is_stepping  # `load_state_dict` lends it what it loads
         with side.split_entries(given) if is_loading else side.taking_state(self, given) as seen:
             super().__setstate__({**state, "state": seen})
 

@@ -11,6 +11,7 @@ import copy
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -101,9 +102,10 @@ class Stream:
 class StreamedStep:
     """Steps flat parameters piece by piece. State, and main weights of groups with `Home.host`, are in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, lending: Callable[[Any], AbstractContextManager[None]]) -> None:
+        """``lending(state)``: a context in which this is the state of the optimizer."""
         self._streams: dict[torch.device, Stream] = {}
-        self.lent: defaultdict[Any, State] | None = None  # the state of the optimizer while it steps a piece
+        self._lending = lending
 
     @torch.no_grad()
     def step(
@@ -144,12 +146,10 @@ class StreamedStep:
 
     def _run(self, piece: _Piece, cut: Cut, arrived: Sequence[torch.Tensor]) -> Pairs:
         parameter, entries = piece.parameter(cut, arrived)
-        self.lent = defaultdict(dict, {parameter: entries} if entries else {})
-        try:
+        lent: defaultdict[Any, State] = defaultdict(dict, {parameter: entries} if entries else {})
+        with self._lending(lent):
             piece.step(parameter)
-            return piece.results(cut, parameter, self.lent[parameter])
-        finally:
-            self.lent = None
+        return piece.results(cut, parameter, lent[parameter])
 
     def join(self) -> None:
         """Order the current stream after all steps, before any is stepped again; frees slots and gradients."""

@@ -61,14 +61,12 @@ class WholeStep:
         self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self.stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # the state that was read since the last step
         self._has_state = False
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the optimizer's step is running, or something else that must see only what it is given."""
-        return self.stand_in is not None or self.local.is_stepping
+        return self.local.is_stepping
 
     # Plan
 
@@ -275,7 +273,7 @@ class WholeStep:
             missed = [number for number in numbers if number not in split.after]
             if not missed:
                 return
-        with self.with_state(self.state), split.with_params(params, missed) as step:
+        with self.local.lending(self.state), split.with_params(params, missed) as step:
             split.result = step()
 
     def free_gradients(self) -> None:
@@ -286,8 +284,6 @@ class WholeStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
-        if self.stand_in is not None:
-            return self.stand_in
         if self.local.is_stepping or not self._has_state:
             return self.local.public_state(optimizer)
         if self._shown is None:
@@ -333,27 +329,18 @@ class WholeStep:
         return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
 
     @contextmanager
-    def with_state(self, state: Any) -> Iterator[None]:
-        """Within it, this is `optimizer.state`."""
-        before, self.stand_in = self.stand_in, state
-        try:
-            yield
-        finally:
-            self.stand_in = before
-
-    @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
         """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
 
-        After it, what `with_state` was given has all of it, by parameter.
+        After it, what `LocalStep.lending` was given has all of it, by parameter.
         """
-        loaded = self.stand_in
+        loaded = self.local.lent
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
             self.check(parameter, state[parameter])
             found.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
-        with self.with_state(found):
+        with self.local.lending(found):
             yield found
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
@@ -378,7 +365,7 @@ class WholeStep:
                 mine = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
                 if mine:
                     self.state[each.tensor] = mine
-        with self.with_state(defaultdict(dict, {**rest, **self.state})):
+        with self.local.lending(defaultdict(dict, {**rest, **self.state})):
             yield defaultdict(dict, rest)
 
     def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:
