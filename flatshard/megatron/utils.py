@@ -270,11 +270,6 @@ def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequen
     return device_mesh is not None and wanted is not None and set(wanted) <= set(get_mesh_names(device_mesh))
 
 
-def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-    """Whether a module is below ``parent_module``, or the same one unless ``strict``."""
-    return module in set(parent_module.modules()) and not (strict and module is parent_module)
-
-
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
     """The `MegatronFSDP` at or below ``model``."""
     found = (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex))
