@@ -44,7 +44,7 @@ class LocalStep:
         self.uncast = uncast
         self.offloads = offloads
         self.rowwise: Sequence[str] = ()  # names in the state with numbers for each row of a parameter
-        self._streamed = StreamedStep(self.lending)
+        self._streamed = StreamedStep()
         self._flat_params: list[FlatParam] = []
         self._generation = -1  # when the flat parameters were made, if they have been
         self._absent: Sequence[torch.Tensor] = []
@@ -144,7 +144,7 @@ class LocalStep:
                 result = self._run_here(optimizer, [each for each in mine if not each.is_streamed], beside, base)
             if streamed:
                 self._outdated, split = True, SplitStep(optimizer, base)
-                ticket = self._streamed.step(streamed, self.flat_state, split, self.uncast, reduced)
+                ticket = self._streamed.step(streamed, self.flat_state, split, self.lending, self.uncast, reduced)
                 split.close()
         finally:
             for each in mine:

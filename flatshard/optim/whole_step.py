@@ -234,10 +234,11 @@ class WholeStep:
         if is_new:
             self._compare(optimizer, after=False)
         split = SplitStep(optimizer, base)
-        rest = [[p for p in group["params"] if p not in self.parts] for group in optimizer.param_groups]
+        listed = ((number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"])
+        rest = [(number, parameter) for number, parameter in listed if parameter not in self.parts]
         self._has_state = True
         try:
-            if any(rest):
+            if rest:
                 with split.with_params(rest) as step:
                     split.result = self.local.step(optimizer, step)
             for number, bucket in enumerate(self.buckets):
@@ -263,14 +264,10 @@ class WholeStep:
         return split.result
 
     def _step_on(self, split: SplitStep, mine: Sequence[MatrixParam]) -> None:
-        params: list[list[torch.Tensor]] = [[] for _ in split.groups]
-        for each in mine:
-            assert each.number is not None
-            params[each.number].append(each.tensor)
-        missed: list[int] = []
+        params = [(each.number, each.tensor) for each in mine if each.number is not None]
+        missed: set[int] = set()
         if not mine:
-            numbers = dict.fromkeys(each.number for each in self.matrices if each.number is not None)
-            missed = [number for number in numbers if number not in split.after]
+            missed = {each.number for each in self.matrices if each.number is not None} - split.after.keys()
             if not missed:
                 return
         with self.local.lending(self.state), split.with_params(params, missed) as step:

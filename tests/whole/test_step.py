@@ -85,7 +85,7 @@ def test_calls_of_one_step_count_once():
     optimizer = Counting(matrices, {"count": count, "odd": float("nan")})
     split = SplitStep(optimizer, optimizer.step)
     for matrix in matrices:
-        with split.with_params([[matrix]]) as step:
+        with split.with_params([(0, matrix)]) as step:
             step()
     split.close()
     assert optimizer.param_groups[0]["count"] is count
