@@ -21,10 +21,10 @@ from flatshard.engine.groups.registry import generation, group_of, is_replaced, 
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
+from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
 from flatshard.optim.local_step import LOCAL, LocalStep, refuse_replaced, wrap_scalars
-from flatshard.optim.owners import cut_axes
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)

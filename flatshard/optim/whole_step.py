@@ -12,14 +12,11 @@ work.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,11 +27,13 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.groups.registry import OWNER, generation, group_of
+from flatshard.engine.schedule.agreement import Agreement
 from flatshard.optim.assignment import WholeOptions, assign, matrices_of
+from flatshard.optim.clip import cut_axes
 from flatshard.optim.flat_params import State
 from flatshard.optim.local_step import LocalStep, refuse_replaced
 from flatshard.optim.matrices import Bucket, MatrixParam, in_buckets
-from flatshard.optim.owners import OwnerGroup, cut_axes, entries_of, join_entries, state_of_owner, state_on_all_ranks
+from flatshard.optim.owners import OwnerGroup, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
 
 _LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
@@ -199,7 +198,7 @@ class WholeStep:
         Once for each batch; all ranks call it.
         """
         for owner_group, here in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
-            what, then = "different matrices to step", "build the same optimizer on all ranks"
+            what, then = "different matrices to step", "Build the same optimizer on all ranks"
             lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
             if after:
                 what = "different options after a step"
@@ -210,15 +209,11 @@ class WholeStep:
                     for key, value in sorted(optimizer.param_groups[number].items())
                     if isinstance(value, (int, float, str))
                 ]
-            lane, all_said = self._lane(owner_group.device), repr((lines, self.options.bucket_bytes))
-            said = owner_group.messages(lane, hashlib.sha256(all_said.encode()).digest())
-            odd = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-            if odd is not None:
-                told = [json.loads(each) for each in owner_group.messages(lane, json.dumps(lines).encode())]
-                pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
-                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
-                sharing = f"of the ranks that share matrices, number 0 has {one} and number {odd} has {other}"
-                raise RuntimeError(f"ranks have {what}: {sharing}; {then}")
+            lines.append(f"bucket_bytes={self.options.bucket_bytes}")
+            meshes = [] if owner_group.mesh is None else [owner_group.mesh]
+            told = Agreement(self._lane(owner_group.device), meshes).check(lines, "the optimizer")
+            if told is not None:
+                raise RuntimeError(f"ranks have {what}. {told}. {then}")
         self._compared = len(self.batches) if after else self._compared
 
     # Step

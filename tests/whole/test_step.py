@@ -286,15 +286,15 @@ def _different(rank: int, world: int) -> None:
     model = shard(Net())
     optimizer = whole_optimizer(muon, model, lambda name, p: inside(name, p) and (rank == 0 or "up" not in name))
     give(model, gradients(model, 0))
-    with pytest.raises(RuntimeError, match=r"number 0 has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
+    with pytest.raises(RuntimeError, match=r"rank 0: blocks.0.up.weight \(10, 6\).* rank 1: blocks.0.down"):
         optimizer.step()
     matrices = [p for n, p in model.named_parameters() if inside(n, p) and p.dim() == 2]
     with pytest.raises(ValueError, match="Muon needs whole matrices, but these are sharded"):
         muon(matrices).step()
-    with pytest.raises(RuntimeError, match=r"total=\S+ in parameter group 0 and number 1 has total="):
+    with pytest.raises(RuntimeError, match=r"rank 0: total=\S+ in parameter group 0; rank 1: total="):
         fully_shard_optimizer(Summing(matrices), whole=True).step()  # each rank has one bucket, and its own sum
     optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
-    with pytest.raises(RuntimeError, match=r"owned by number 0 and number 1 has .* owned by number 1"):
+    with pytest.raises(RuntimeError, match=r"owned by number 0; rank 1: .* owned by number 1"):
         optimizer.step()
 
 
