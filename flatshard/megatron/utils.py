@@ -253,7 +253,6 @@ def safe_get_rank() -> int:
 
 
 def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Log on one rank only."""
     if safe_get_rank() == rank:
         logger_.log(level, msg, *args, **kwargs)
 

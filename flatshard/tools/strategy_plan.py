@@ -235,7 +235,6 @@ class StrategyPlan:
         return "\n".join([*head, "", *table, "", *self._legend(unit), "", *said])
 
     def _legend(self, unit: str) -> list[str]:
-        """Explanations of columns and rows."""
         training, timed = self.training, self.training.speed is not None
         known = training.activations is not None
         with_ = f"with {gigabytes(training.activations or 0)} of activations" if known else "WITHOUT activations"
