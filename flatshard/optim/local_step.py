@@ -25,7 +25,7 @@ from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_fl
 from flatshard.optim.split_step import SplitStep
 from flatshard.optim.streaming import StreamedStep, state_home
 
-LOCAL = "_flatshard_local"  # on an optimizer, what steps it
+STEPPER = "_flatshard_stepper"  # on an optimizer, what steps it
 
 
 class LocalStep:
@@ -313,8 +313,8 @@ def _step_early(
     """The gradients of a group are complete."""
     known, of = optimizer(), group()
     if known is not None and of is not None:
-        side: LocalStep = known.__dict__[LOCAL]
-        return side.step_early(known, of, reduced)
+        stepper: LocalStep = known.__dict__[STEPPER]
+        return stepper.step_early(known, of, reduced)
     if of is not None:
         of.gradients.on_final = None
     return None

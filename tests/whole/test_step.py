@@ -111,7 +111,7 @@ def _bounded(rank: int, world: int, how: dict[str, Any]) -> None:
     optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True, bucket_bytes=1)
     give(model, gradients(model, 0))
     optimizer.step()  # the plan is made once
-    side = optimizer.__dict__["_flatshard_local"]
+    side = optimizer.__dict__["_flatshard_stepper"]
     (lane,) = {bucket.lane for bucket in side.buckets}
     before = lane.launched
     pair = 2 * 4 * ROWS * COLUMNS  # a matrix and its gradient
@@ -260,7 +260,7 @@ def _added(rank: int, world: int) -> None:
             for parameter in each.parameters():  # as one who averages weights, or loads others: the next step sees it
                 parameter.data.mul_(0.5)
         assert_equal_bits(model, reference)
-    side = optimizers[0].__dict__["_flatshard_local"]
+    side = optimizers[0].__dict__["_flatshard_stepper"]
     assert [each.owner for each in side.matrices] == [0, 1, 1]  # who came later counts what was there; nobody's changes
 
 
