@@ -120,7 +120,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradien
         if buffer is not None and grad is not None:
             buffers[key] = (buffer, here, [grad])
         elif grad is not None:
-            here.append((_summed(grad), _torch.held_of(grad)))
+            here.append((_torch.held_of(cut_as(parameter, grad)), _torch.held_of(grad)))
     for buffer, here, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
@@ -137,16 +137,6 @@ def cut_axes(tensor: DTensor) -> tuple[int, ...]:
     """The axes of its mesh that shard a tensor."""
     cut = (axis for axis, p in enumerate(tensor.placements) if not isinstance(p, (Replicate, Partial)))
     return tuple(axis for axis in cut if tensor.device_mesh.size(axis) > 1)
-
-
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a tensor, after the sum that it may still wait for."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if any(isinstance(p, Partial) for p in tensor.placements):
-        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
-        tensor = tensor.redistribute(tensor.device_mesh, placements)
-    return _torch.local_of(tensor)
 
 
 def _total_norm(
@@ -235,7 +225,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     named = list(model.named_parameters())
     join_reduces()
     having = _ranks_where(named, lambda grad: True)
-    found = [(name, parameter, cut_as(parameter, parameter.grad)) for name, parameter in named if having[name]]
+    found = [(name, parameter, parameter.grad) for name, parameter in named if having[name]]
     return _norms(found, norm_type)
 
 
@@ -270,10 +260,10 @@ def _ranks_where(
 
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
-    """The norms of tensors that are sharded as the parameter beside them, or that this rank does not have."""
+    """The norms of parameters, or of their gradients, which this rank may not have."""
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
-        local = torch.empty(0) if tensor is None else _summed(tensor.detach())
+        local = torch.empty(0) if tensor is None else _torch.held_of(cut_as(parameter, tensor))
         places.setdefault(_where(parameter), []).append((name, local))
     shares = {}
     for where, found in places.items():

@@ -200,7 +200,7 @@ def sharding_of(tensor: torch.Tensor) -> Any:
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
-def cut_as(parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+def cut_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """A gradient, cut as its parameter. A collective call if it is cut in another way, or waits for a sum."""
     if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor) or hasattr(grad, MAIN_GRAD):
         return grad

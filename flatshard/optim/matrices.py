@@ -121,8 +121,10 @@ class Bucket:
         with _torch.PlainAttributes():
             grads = [each.parameter.grad for each in self.matrices]
         self._held = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
-        cut = {number: cut_as(each.parameter, grads[number]) for number, each in enumerate(self.matrices)}
-        gradients = {number: None if grad is None else _torch.held_of(grad) for number, grad in cut.items()}
+        gradients = {
+            number: None if grad is None else _torch.held_of(cut_as(each.parameter, grad))
+            for number, (each, grad) in enumerate(zip(self.matrices, grads))
+        }
         self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._held})
 
     def receive_in(self, uncast: bool) -> None:
