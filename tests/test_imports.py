@@ -258,10 +258,6 @@ def test_what_torch_passes_on_is_used():
     assert used == passed_on
 
 
-# Folders whose files import each other one way only.
-_ONE_WAY = ("checkpoint", "layout", "optim", "rehearsal", "tools", "train", "trust")
-
-
 _PLANTED = [
     ("layout/planner.py", "from flatshard.buffer import DBuffer", "layout may not import buffer"),
     ("layout/planner.py", "from .. import policy", "layout may not import policy"),

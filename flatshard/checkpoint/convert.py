@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -33,7 +33,7 @@ from flatshard.checkpoint.state import Snapshot
 from flatshard.checkpoint.stored_names import with_names
 
 Form = Literal["flatshard", "dcp", "safetensors", "torch"]
-FORMS: tuple[Form, ...] = ("flatshard", "dcp", "safetensors", "torch")
+FORMS: tuple[Form, ...] = get_args(Form)
 _MARKS: dict[str, Form] = {MANIFEST: "flatshard", METADATA: "dcp", SINGLE: "safetensors", INDEX: "safetensors"}
 _SUFFIXES: dict[str, Form] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 

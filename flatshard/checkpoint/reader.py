@@ -32,11 +32,6 @@ class Reader(ExitStack):
         self._make = make or (lambda dtype, sizes: torch.empty(tuple(sizes), dtype=dtype))
         self._open: dict[str, BinaryIO] = {}
         self._verified: set[str] = set()
-        self.callback(self._close)
-
-    def _close(self) -> None:
-        for file in self._open.values():
-            file.close()
 
     def whole(self, key: str) -> torch.Tensor:
         return self.read(key, self.source.tensors[key])
@@ -115,7 +110,7 @@ class Reader(ExitStack):
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:
-            file = self._open[name] = open_file(path)
+            file = self._open[name] = self.enter_context(open_file(path))
             if name in self._verified:
                 return file
             size = path.stat().st_size

@@ -110,9 +110,7 @@ def save(
             raise CheckpointError(
                 f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"
             )
-    for problem in from_all_ranks(ranks, on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))):
-        if problem is not None:
-            raise CheckpointError(problem)
+    on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))
     pending = PendingSave(path)
     if asynchronous:
         _last = pending

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.checkpoint.contents import encode_tree
+from flatshard.checkpoint.errors import CheckpointError
 from flatshard.checkpoint.files import CODES
 from flatshard.checkpoint.manifest import merge_boxes, pack_boxes
 
@@ -95,10 +96,10 @@ class Snapshot:
         """What other ranks need for `leave_to_one`. It is short, because every rank sends it to every other."""
         return pack_boxes(self.tensors, self.doubtful), json.dumps(self.samples)
 
-    def leave_to_one(self, doubtful: Sequence[dict[str, Any]], samples: Sequence[str]) -> str | None:
+    def leave_to_one(self, doubtful: Sequence[dict[str, Any]], samples: Sequence[str]) -> None:
         """Leave tensors that several ranks would write to one of them. The arguments: `describe_doubtful` of all ranks.
 
-        Returns an error text if this rank and a rank outside its mesh have different values under one name.
+        CheckpointError if this rank and a rank outside its mesh have different values under one name.
         """
         numbers, tables = merge_boxes([shape for _, shape in self.tensors.values()], doubtful)
         holders: dict[Any, list[int]] = defaultdict(list)
@@ -110,14 +111,13 @@ class Snapshot:
             if key in self.doubtful:
                 ranks = holders[number, self.doubtful[key][0]]
                 if key in self.samples and not _are_copies(self.samples[key], read(ranks[0])[key]):
-                    return (
+                    raise CheckpointError(
                         f"'{key}' differs between ranks {ranks[0]} and {self.rank}, but no mesh axis shards it, so one "
                         "value would be lost. If these are different experts, shard them with flatshard.Experts(apart=)"
                     )
                 if ranks[turn % len(ranks)] != self.rank:
                     others.add(key)
         self.writes = [each for each in self.writes if each[0] not in others]
-        return None
 
     def to_host(self) -> None:
         """Copy the tensors to write to host memory, so that training can go on."""

@@ -190,8 +190,6 @@ def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[
 
 
 class _ModelWriter:
-    """Writes received tensors into a model."""
-
     def __init__(self, model: nn.Module) -> None:
         self._tensors = {
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)

@@ -327,7 +327,6 @@ class MegatronFSDP(nn.Module):
     state_dict_for_save_checkpoint = nn.Module.state_dict
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """The meshes and process groups of the model."""
         return self.dist_index
 
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> AbstractContextManager[None]:

@@ -35,7 +35,6 @@ class MixedPrecisionPolicy:
         self.engine()  # checks the dtypes
 
     def engine(self) -> EnginePolicy:
-        """The engine's policy."""
         return EnginePolicy(
             main_dtype=self.main_params_dtype, grad_dtype=self.main_grads_dtype, reduce_dtype=self.grad_comm_dtype
         )

@@ -7,7 +7,6 @@ the ranks of the mesh exchange the sizes of their shards.
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.engine.groups.registry import group_of
+from flatshard.engine.schedule.agreement import Agreement, digest
 from flatshard.optim.clip import gathered_rows
 
 _Condition = Callable[[Any], bool]
@@ -76,9 +76,8 @@ def _lane(dtensor: DTensor) -> Lane:
 
 def _agree(dtensor: DTensor, found: Any, otherwise: str, wanted: Any = None) -> None:
     """Raise on all ranks of the mesh unless ``found`` is the same on all of them and, if given, ``wanted``."""
-    number = int.from_bytes(hashlib.sha256(str(found).encode()).digest()[:6], "big")
-    lowest, highest = _lane(dtensor).most([dtensor.device_mesh], [-number, number], "a number")
-    if -lowest != highest or wanted not in (None, found):
+    differs = Agreement(_lane(dtensor), [dtensor.device_mesh]).differs(digest(found), "a tensor")
+    if differs or wanted not in (None, found):
         # It is Megatron-Core's exception too, for code that catches that one.
         core: Any = sys.modules.get("megatron.core.dist_checkpointing.core")
         theirs = getattr(core, "CheckpointingException", None)

@@ -253,7 +253,6 @@ def safe_get_rank() -> int:
 
 
 def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Log on one rank only."""
     if safe_get_rank() == rank:
         logger_.log(level, msg, *args, **kwargs)
 
@@ -268,11 +267,6 @@ def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequen
     """Whether a mesh has axes, flattened ones included, of all of these names."""
     wanted = [submesh_names] if isinstance(submesh_names, str) else submesh_names
     return device_mesh is not None and wanted is not None and set(wanted) <= set(get_mesh_names(device_mesh))
-
-
-def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-    """Whether a module is below ``parent_module``, or the same one unless ``strict``."""
-    return module in set(parent_module.modules()) and not (strict and module is parent_module)
 
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:

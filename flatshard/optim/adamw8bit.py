@@ -46,8 +46,6 @@ _CODES = {
     "exp_avg": _Code(torch.int8, 127, lambda x: x.abs().sqrt_().mul_(x.sign()), lambda x: x * x.abs()),
     "exp_avg_sq": _Code(torch.uint8, 255, lambda x: x.sqrt_().sqrt_(), lambda x: x.square_().square_()),
 }
-# Names and dtypes of what the state of a parameter consists of: its codes, and its scales.
-_ENTRIES = [(name, code.dtype) for name, code in _CODES.items()], [(name, torch.float32) for name in ROWWISE]
 
 
 class AdamW8bit(Optimizer):
@@ -107,7 +105,8 @@ class AdamW8bit(Optimizer):
         decay, eps = 1 - lr * group["weight_decay"], group["eps"]
         weight, gradient = _torch.held_of(parameter), _torch.held_of(parameter.grad)  # type: ignore[arg-type]
         if "exp_avg_scale" in state and kernels.usable(weight):
-            codes, scales = ([_held(parameter, state, name, dtype) for name, dtype in kind] for kind in _ENTRIES)
+            codes = [_held(parameter, state, name, code.dtype) for name, code in _CODES.items()]
+            scales = [_held(parameter, state, name, torch.float32) for name in ROWWISE]
             if all(tensor.is_contiguous() for tensor in (weight, gradient, *codes, *scales)):
                 factors = (decay, beta1, 1 - beta1, beta2, 1 - beta2, unbias1, unbias2, eps, lr)
                 adamw8bit_kernel.step(weight, gradient, codes, scales, BLOCK, factors)

@@ -23,6 +23,7 @@ from flatshard.buffer.groups import group_among, joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.reduces import join_reduces
+from flatshard.optim.flat_params import cut_as
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -119,7 +120,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradien
         if buffer is not None and grad is not None:
             buffers[key] = (buffer, here, [grad])
         elif grad is not None:
-            here.append((_summed(grad), _torch.held_of(grad)))
+            here.append((_torch.held_of(cut_as(parameter, grad)), _torch.held_of(grad)))
     for buffer, here, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
@@ -129,20 +130,13 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradien
 
 
 def _where(tensor: torch.Tensor) -> _Where:
-    if not isinstance(tensor, DTensor):
-        return None, ()
-    cut = [axis for axis, p in enumerate(tensor.placements) if not isinstance(p, (Replicate, Partial))]
-    return tensor.device_mesh, tuple(cut)
+    return (tensor.device_mesh, cut_axes(tensor)) if isinstance(tensor, DTensor) else (None, ())
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a tensor, after the sum that it may still wait for."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if any(isinstance(p, Partial) for p in tensor.placements):
-        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
-        tensor = tensor.redistribute(tensor.device_mesh, placements)
-    return _torch.local_of(tensor)
+def cut_axes(tensor: DTensor) -> tuple[int, ...]:
+    """The axes of its mesh that shard a tensor."""
+    cut = (axis for axis, p in enumerate(tensor.placements) if not isinstance(p, (Replicate, Partial)))
+    return tuple(axis for axis in cut if tensor.device_mesh.size(axis) > 1)
 
 
 def _total_norm(
@@ -156,7 +150,7 @@ def _total_norm(
         shares[where] = _join(_powers(where, [summed for summed, _ in gradients], norm_type, dtype), norm_type)
     found = list(_over_ranks(shares, norm_type).values())
     total = _join(torch.cat([value.to(found[0].device) for value in found]) if found else torch.zeros(0), norm_type)
-    if stages is not None:  # in float64: one of them may hold nothing that is
+    if stages is not None and stages.size() > 1:  # in float64: one of them may hold nothing that is
         own: dict[_Where, torch.Tensor] = {(stages, (0,)): total.to(mesh_device(stages), torch.float64)}
         (total,) = _over_ranks(own, norm_type).values()
     return _root(total[0].to(dtype), norm_type)
@@ -193,9 +187,7 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
         result[where] = torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)])
     for mesh in dict.fromkeys(mesh for mesh, axes in shares if mesh is not None and axes):
         cut = [where for where in shares if where[0] == mesh and where[1]]
-        axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and any(axis in where[1] for where in cut)]
-        if not axes:
-            continue
+        axes = sorted({axis for where in cut for axis in where[1]})
         place = mesh.get_coordinate()
         assert place is not None
         for where in cut:
@@ -233,7 +225,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     named = list(model.named_parameters())
     join_reduces()
     having = _ranks_where(named, lambda grad: True)
-    return _norms([(name, parameter, _placed(parameter)) for name, parameter in named if having[name]], norm_type)
+    found = [(name, parameter, parameter.grad) for name, parameter in named if having[name]]
+    return _norms(found, norm_type)
 
 
 @torch.no_grad()
@@ -266,21 +259,11 @@ def _ranks_where(
     return found
 
 
-def _placed(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a parameter, cut as that is. One that waits for a sum is summed, by all ranks of its mesh."""
-    grad = parameter.grad
-    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
-        return grad
-    if _where(grad) == _where(parameter) and not any(isinstance(p, Partial) for p in grad.placements):
-        return grad
-    return grad.redistribute(parameter.device_mesh, parameter.placements)
-
-
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
-    """The norms of tensors that are sharded as the parameter beside them, or that this rank does not have."""
+    """The norms of parameters, or of their gradients, which this rank may not have."""
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
-        local = torch.empty(0) if tensor is None else _summed(tensor.detach())
+        local = torch.empty(0) if tensor is None else _torch.held_of(cut_as(parameter, tensor))
         places.setdefault(_where(parameter), []).append((name, local))
     shares = {}
     for where, found in places.items():

@@ -200,6 +200,15 @@ def sharding_of(tensor: torch.Tensor) -> Any:
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
+def cut_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient, cut as its parameter. A collective call if it is cut in another way, or waits for a sum."""
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor) or hasattr(grad, MAIN_GRAD):
+        return grad
+    if sharding_of(grad) == sharding_of(parameter):
+        return grad
+    return grad.redistribute(parameter.device_mesh, parameter.placements)
+
+
 def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor of the shape of ``parameter``, cut as that is; one of the local shape is taken to
     be it. A collective call for a DTensor that is cut in another way."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_fl
 from flatshard.optim.split_step import SplitStep
 from flatshard.optim.streaming import StreamedStep, state_home
 
-LOCAL = "_flatshard_local"  # on an optimizer, what steps it
+STEPPER = "_flatshard_stepper"  # on an optimizer, what steps it
 
 
 class LocalStep:
@@ -53,7 +54,7 @@ class LocalStep:
         self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
         self._outer: Any = None  # the optimizer's dict as we know it
         self._outdated = False  # the flat state may have changed since the public one was read
-        self._lent: defaultdict[Any, State] | None = None  # what the optimizer's step, which is running, has as state
+        self.lent: Any = None  # what `optimizer.state` is meanwhile
         self.early: Callable[[Optimizer], Any] | None = None  # the step of the optimizer's class, if backwards run it
         self._stepped: set[FlatParam] = set()  # by the backward before this step
         self._again: str | None = None  # a parameter that has got gradients after that
@@ -89,8 +90,17 @@ class LocalStep:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the optimizer's step is running, and has our state."""
-        return self._lent is not None or self._streamed.lent is not None
+        """Whether the optimizer's step is running, or something else that must see only what it is lent."""
+        return self.lent is not None
+
+    @contextmanager
+    def lending(self, state: Any) -> Iterator[None]:
+        """Within it, this is `optimizer.state`."""
+        before, self.lent = self.lent, state
+        try:
+            yield
+        finally:
+            self.lent = before
 
     def step_early(self, optimizer: Optimizer, group: ParamGroup, reduced: Reduced | None) -> Ticket | None:
         """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new.
@@ -134,7 +144,7 @@ class LocalStep:
                 result = self._run_here(optimizer, [each for each in mine if not each.is_streamed], beside, base)
             if streamed:
                 self._outdated, split = True, SplitStep(optimizer, base)
-                ticket = self._streamed.step(streamed, self.flat_state, split, self.uncast, reduced)
+                ticket = self._streamed.step(streamed, self.flat_state, split, self.lending, self.uncast, reduced)
                 split.close()
         finally:
             for each in mine:
@@ -155,12 +165,13 @@ class LocalStep:
         more = [
             {**group, "params": others} for group, plain, others in zip(groups, tensors, dtensors) if plain and others
         ]
-        optimizer.param_groups, self._lent = [*lent, *more], self.flat_state
+        optimizer.param_groups = [*lent, *more]
         self._outdated = True
         try:
-            return base()
+            with self.lending(self.flat_state):
+                return base()
         finally:
-            optimizer.param_groups, self._lent = groups, None
+            optimizer.param_groups = groups
             for group, was_lent in zip(groups, lent):
                 was_lent["params"] = group["params"]
                 group.update(was_lent)  # some optimizers count in their parameter groups
@@ -186,8 +197,8 @@ class LocalStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""
-        if self.is_stepping:
-            return self._lent if self._lent is not None else self._streamed.lent
+        if self.lent is not None:
+            return self.lent
         outer = optimizer.__dict__["state"]
         if outer is not self._outer:
             self._flat_params, self._generation, self.flat_state = [], -1, defaultdict(dict)
@@ -302,8 +313,8 @@ def _step_early(
     """The gradients of a group are complete."""
     known, of = optimizer(), group()
     if known is not None and of is not None:
-        side: LocalStep = known.__dict__[LOCAL]
-        return side.step_early(known, of, reduced)
+        stepper: LocalStep = known.__dict__[STEPPER]
+        return stepper.step_early(known, of, reduced)
     if of is not None:
         of.gradients.on_final = None
     return None

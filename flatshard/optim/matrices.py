@@ -14,14 +14,12 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
 from flatshard.buffer import DONE, Lane, Ticket
-from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import group_of
 from flatshard.optim.assignment import Box, Holders, Matrix
-from flatshard.optim.flat_params import set_grad, sharding_of
+from flatshard.optim.flat_params import cut_as, set_grad
 from flatshard.optim.owners import OwnerGroup
 
 Role: TypeAlias = Literal["gradient", "weight"]
@@ -123,7 +121,10 @@ class Bucket:
         with _torch.PlainAttributes():
             grads = [each.parameter.grad for each in self.matrices]
         self._held = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
-        gradients = {number: _held_gradient(each.parameter, grads[number]) for number, each in enumerate(self.matrices)}
+        gradients = {
+            number: None if grad is None else _torch.held_of(cut_as(each.parameter, grad))
+            for number, (each, grad) in enumerate(zip(self.matrices, grads))
+        }
         self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._held})
 
     def receive_in(self, uncast: bool) -> None:
@@ -163,16 +164,6 @@ class Bucket:
         self._held = {}
         self.to_owners.drop()
         self.from_owners.drop()
-
-
-def _held_gradient(parameter: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a gradient, sharded as the parameter. Collective if the gradient is sharded otherwise."""
-    if grad is None or not isinstance(grad, DTensor):
-        return grad
-    assert isinstance(parameter, DTensor)
-    if not hasattr(grad, MAIN_GRAD) and sharding_of(grad) != sharding_of(parameter):
-        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return _torch.held_of(grad)
 
 
 # All-to-alls

@@ -27,7 +27,7 @@ from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import Cut, RaggedDTensor
 from flatshard.layout import Holding, Layout, Segment, Slot, holding
 from flatshard.optim.assignment import Box, Holders
-from flatshard.optim.clip import gathered_rows
+from flatshard.optim.clip import cut_axes, gathered_rows
 from flatshard.optim.flat_params import State
 
 
@@ -79,14 +79,6 @@ class OwnerGroup:
         padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
         found = gathered_rows(lane, self.group, padded, "messages").cpu().numpy()
         return [row.tobytes()[:count] for row, count in zip(found, lengths.tolist())]
-
-
-def cut_axes(parameter: DTensor) -> tuple[int, ...]:
-    """The axes of its mesh that shard a tensor."""
-    mesh = parameter.device_mesh
-    return tuple(
-        axis for axis, p in enumerate(parameter.placements) if not isinstance(p, Replicate) and mesh.size(axis) > 1
-    )
 
 
 def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
@@ -210,7 +202,6 @@ def join_entries(entries: Sequence[tuple[str, State]]) -> State:
 
 
 def entries_of(entries: Mapping[Any, Any], label: str) -> State:
-    """The entries of one matrix."""
     if not label:
         return dict(entries)
     return {key[: -len(label)]: value for key, value in entries.items() if str(key).endswith(label)}

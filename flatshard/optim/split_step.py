@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,19 @@ class SplitStep:
 
     @contextmanager
     def with_params(
-        self, params: Sequence[Sequence[torch.Tensor]], empty: Sequence[int] = ()
+        self, params: Iterable[tuple[int, torch.Tensor]], empty: Iterable[int] = ()
     ) -> Iterator[Callable[[], Any]]:
-        """Within it, the optimizer has these parameters. Groups without any are left out, except those in ``empty``."""
-        numbers = [number for number, mine in enumerate(params) if mine or number in empty]
+        """Within it, the optimizer has these parameters, given with the numbers of their groups.
+
+        Groups without any are left out, except those in ``empty``.
+        """
+        members: dict[int, list[torch.Tensor]] = {number: [] for number in empty}
+        for number, tensor in params:
+            members.setdefault(number, []).append(tensor)
+        numbers = sorted(members)
         # Tensors are copied: some optimizers count in them, too.
         copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
-        lent = [{**self._options[n], **copies[n], "params": list(params[n])} for n in numbers]
+        lent = [{**self._options[n], **copies[n], "params": members[n]} for n in numbers]
         self._optimizer.__dict__.update(self._numbers)
         self._optimizer.param_groups = lent
         try:

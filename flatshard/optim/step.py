@@ -21,10 +21,10 @@ from flatshard.engine.groups.registry import generation, group_of, is_replaced, 
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
+from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import LOCAL, LocalStep, refuse_replaced, wrap_scalars
-from flatshard.optim.owners import cut_axes
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -117,28 +117,28 @@ def fully_shard_optimizer(
             )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if isinstance(optimizer, FSDPOptimizer):  # or a copy of one
-        known = _local(optimizer)
+        known = _stepper_of(optimizer)
         if isinstance(known, WholeStep) != (options is not None):
             raise ValueError(
                 "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
             )
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
-    side = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state if whole is False else False)
+    stepper = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state if whole is False else False)
     if type(optimizer) is AdamW8bit and whole is False:
-        side.rowwise, side.uncast = ROWWISE, True  # it casts gradients itself
+        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
     if in_backward:
-        side.early = _plain_step(type(optimizer))
+        stepper.early = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        optimizer.register_load_state_dict_pre_hook(lambda *_: side.give_up_broken())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.give_up_broken())
     if options is None:
-        if isinstance(optimizer, AdamW8bit) and not (in_backward or side.offloads or _has_offloaded(optimizer)):
+        if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offloads or _has_offloaded(optimizer)):
             return optimizer  # it sees to shards itself
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
-        return _install(optimizer, side)
-    return _install(optimizer, WholeStep(options, side))
+        return _install(optimizer, stepper)
+    return _install(optimizer, WholeStep(options, stepper))
 
 
 def _has_offloaded(optimizer: Optimizer) -> bool:
@@ -172,17 +172,17 @@ def whole_optimizer(
     _arguments.module("whole_optimizer", model)
     options = _whole_options(whole or (lambda name, p: p.dim() >= 2), split, cost, owners, bucket_bytes, unbind=True)
     assert options is not None
-    side = WholeStep(options, LocalStep(False, _arguments.flag("precision_aware", precision_aware), False))
-    side.model = weakref.ref(model)
+    stepper = WholeStep(options, LocalStep(False, _arguments.flag("precision_aware", precision_aware), False))
+    stepper.model = weakref.ref(model)
     named = [(n, p, 0) for n, p in model.named_parameters() if p.requires_grad and options.wants(n, p)]
     if not named:
         raise ValueError("whole_optimizer: `whole` selects no parameter of the model that requires gradients")
-    optimizer = factory([each.tensor for each in side.add(named)])
+    optimizer = factory([each.tensor for each in stepper.add(named)])
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the factory must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    side.local.flat = type(optimizer) in ELEMENTWISE
-    side.adopt(optimizer)
-    return _install(optimizer, side)
+    stepper.local.flat = type(optimizer) in ELEMENTWISE
+    stepper.adopt(optimizer)
+    return _install(optimizer, stepper)
 
 
 def _whole_options(
@@ -203,8 +203,8 @@ def _whole_options(
     return WholeOptions(whole, split, cost, owners, _arguments.whole_number("bucket_bytes", bucket_bytes, 1), unbind)
 
 
-def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
-    """Make ``step`` of an optimizer use ``side``."""
+def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
+    """Make ``step`` of an optimizer use ``stepper``."""
     scheduled = _torch.take_scheduler_patch(optimizer)
     if "step" in optimizer.__dict__:
         raise ValueError(
@@ -212,10 +212,10 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
             "fully_shard_optimizer; call fully_shard_optimizer before you replace `step`"
         )
     state = optimizer.__dict__["state"]
-    if isinstance(side, WholeStep):
-        _plan(optimizer, side)
-    optimizer.__dict__[LOCAL] = side
-    kind = FSDPWhole if isinstance(side, WholeStep) else FSDPOffloaded if side.offloads else FSDPOptimizer
+    if isinstance(stepper, WholeStep):
+        _plan(optimizer, stepper)
+    optimizer.__dict__[STEPPER] = stepper
+    kind = FSDPWhole if isinstance(stepper, WholeStep) else FSDPOffloaded if stepper.offloads else FSDPOptimizer
     optimizer.__class__ = _class_of(type(optimizer), kind)  # type: ignore[assignment, arg-type]
     if state:
         optimizer.state = state
@@ -224,9 +224,9 @@ def _install(optimizer: Opt, side: LocalStep | WholeStep) -> Opt:
     return optimizer
 
 
-def _plan(optimizer: Optimizer, side: WholeStep) -> None:
-    side.plan(optimizer)
-    is_all_whole = all(p in side.parts for group in optimizer.param_groups for p in group["params"])
+def _plan(optimizer: Optimizer, stepper: WholeStep) -> None:
+    stepper.plan(optimizer)
+    is_all_whole = all(p in stepper.parts for group in optimizer.param_groups for p in group["params"])
     _refuse(optimizer, "none" if is_all_whole else "rest")
 
 
@@ -247,7 +247,7 @@ def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> 
 
 
 class FSDPOptimizer(Optimizer):
-    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_local` shows.
+    """The class that `fully_shard_optimizer` puts before that of an optimizer. Its state is what `_stepper_of` shows.
 
     It adds no public name, which a user's class may have.
     """
@@ -256,13 +256,13 @@ class FSDPOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        return _local(self).public_state(self)
+        return _stepper_of(self).public_state(self)
 
     @state.setter
     def state(self, state: Any) -> None:
-        side = self.__dict__.get(LOCAL)
-        if isinstance(side, WholeStep):
-            with side.taking_state(self, state) as state:
+        stepper = self.__dict__.get(STEPPER)
+        if isinstance(stepper, WholeStep):
+            with stepper.taking_state(self, state) as state:
                 pass
         self.__dict__["state"] = state
 
@@ -270,14 +270,14 @@ class FSDPOptimizer(Optimizer):
         """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
         if not set_to_none:
             join_reduces()
-            _local(self).free_gradients()  # of parameters that a backward has stepped
+            _stepper_of(self).free_gradients()  # of parameters that a backward has stepped
             grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
                 torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
                 return
         super().zero_grad(set_to_none)
         if set_to_none:
-            _local(self).free_gradients()
+            _stepper_of(self).free_gradients()
 
 
 class FSDPOffloaded(FSDPOptimizer):
@@ -294,29 +294,29 @@ class FSDPWhole(FSDPOptimizer):
 
     def state_dict(self) -> Any:
         """As `Optimizer.state_dict`. Tensors of whole parameters are DTensors that their owners hold."""
-        side = _local(self)
-        if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in side.matrices):
+        stepper = _stepper_of(self)
+        if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in stepper.matrices):
             raise NotImplementedError(
                 f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
                 "optimizer itself to flatshard.checkpoint.save"
             )
-        with side.with_state(side.saved_state(self)):
+        with stepper.local.lending(stepper.saved_state(self)):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own, which may read and change what it has loaded: it sees all of it."""
         loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
-        with _local(self).with_state(loaded):
+        with _stepper_of(self).local.lending(loaded):
             super().load_state_dict(state_dict)
         self.state = loaded
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if LOCAL not in self.__dict__ or "state" not in state:
+        if STEPPER not in self.__dict__ or "state" not in state:
             super().__setstate__(state)
             return
-        side, given = _local(self), state["state"]
-        is_loading = side.stand_in is not None  # in `load_state_dict`
-        with side.split_entries(given) if is_loading else side.taking_state(self, given) as seen:
+        stepper, given = _stepper_of(self), state["state"]
+        is_loading = stepper.is_stepping  # `load_state_dict` lends it what it loads
+        with stepper.split_entries(given) if is_loading else stepper.taking_state(self, given) as seen:
             super().__setstate__({**state, "state": seen})
 
 
@@ -328,7 +328,7 @@ def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer
     @functools.wraps(base)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         loss = evaluated(closure)
-        result = _local(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
+        result = _stepper_of(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
         return result if closure is None else loss
 
     hooked: Any = Optimizer.profile_hook_step(step)
@@ -348,30 +348,30 @@ def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return base.__wrapped__ if getattr(base, "hooked", False) else base  # type: ignore[attr-defined]
 
 
-def _local(optimizer: Optimizer) -> Any:
+def _stepper_of(optimizer: Optimizer) -> Any:
     """Its `LocalStep`, or `WholeStep`."""
-    if LOCAL not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
+    if STEPPER not in optimizer.__dict__:  # a copy: it has its parameters and its state, not the rest
         if isinstance(optimizer, (FSDPOffloaded, FSDPWhole)):
             raise RuntimeError(
                 "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
                 "call fully_shard_optimizer"
             )
-        optimizer.__dict__[LOCAL] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
-    return optimizer.__dict__[LOCAL]
+        optimizer.__dict__[STEPPER] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
+    return optimizer.__dict__[STEPPER]
 
 
 def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
     found: dict[Any, Any] = {}
-    for each, side in _sides(optimizer):
-        found.update(side.saved_state(each) if isinstance(side, WholeStep) else each.state)
+    for each, stepper in _steppers(optimizer):
+        found.update(stepper.saved_state(each) if isinstance(stepper, WholeStep) else each.state)
     return found
 
 
-def _sides(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
+def _steppers(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
     """An optimizer, or those that it combines, each with what steps it."""
     parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return [(each, each.__dict__.get(LOCAL)) for each in parts]
+    return [(each, each.__dict__.get(STEPPER)) for each in parts]
 
 
 def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
@@ -380,14 +380,14 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
     ValueError for entries of a parameter that was split in another way.
     """
     found: dict[torch.Tensor, WholeStep] = {}
-    for each, side in _sides(optimizer):
-        if isinstance(side, WholeStep):
-            side.plan(each)
-            found.update(dict.fromkeys(side.parts, side))
+    for each, stepper in _steppers(optimizer):
+        if isinstance(stepper, WholeStep):
+            stepper.plan(each)
+            found.update(dict.fromkeys(stepper.parts, stepper))
 
     def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
-        side = found.get(parameter)
-        return None if side is None else side.owned(parameter, keys)
+        stepper = found.get(parameter)
+        return None if stepper is None else stepper.owned(parameter, keys)
 
     return owned
 
@@ -395,8 +395,8 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
     """Where the state of each parameter is to be loaded to."""
     found: dict[torch.Tensor, torch.device] = {}
-    for each, side in _sides(optimizer):
-        offloads = isinstance(side, LocalStep) and side.offloads
+    for each, stepper in _steppers(optimizer):
+        offloads = isinstance(stepper, LocalStep) and stepper.offloads
         parameters = (p for group in each.param_groups for p in group["params"])
         found.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
     return found
@@ -430,7 +430,7 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
 
 
 def _captured(optimizer: Optimizer) -> LocalStep | None:
-    local: LocalStep | WholeStep | None = optimizer.__dict__.get(LOCAL)
+    local: LocalStep | WholeStep | None = optimizer.__dict__.get(STEPPER)
     if isinstance(local, WholeStep):
         raise NotImplementedError(CAPTURED)
     if local is not None and local.offloads:
@@ -468,17 +468,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps.note()
     if torch.compiler.is_compiling():
         return
-    side = optimizer.__dict__.get(LOCAL)
-    if side is not None and side.is_stepping:  # the step of a class has called that of its base
+    stepper = optimizer.__dict__.get(STEPPER)
+    if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
     join_reduces()
     now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if isinstance(side, WholeStep):  # parameters may have been added
-            _plan(optimizer, side)
-        if side is None:
+        if isinstance(stepper, WholeStep):  # parameters may have been added
+            _plan(optimizer, stepper)
+        if stepper is None:
             ours = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
             _refuse_parts(optimizer, ours)
             if any(isinstance(parameter, DTensor) for parameter in ours):
@@ -491,7 +491,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     )
         optimizer.__dict__[_CHECKED] = now
         optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
-    for parameter in optimizer.__dict__[_SCALARS] if now[0] and side is None else ():
+    for parameter in optimizer.__dict__[_SCALARS] if now[0] and stepper is None else ():
         wrap_scalars(parameter, optimizer.state)
 
 

@@ -11,6 +11,7 @@ import copy
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ PIECE = 1 << 24  # elements of a tensor that are stepped at a time
 _SLOTS = 3  # pieces on the device: one arrives, one is stepped, one leaves
 _GROUPS = 2  # groups whose gradients wait for their step while the backward goes on
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+Lending: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 
 
 class _Slot:
@@ -103,7 +105,6 @@ class StreamedStep:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Stream] = {}
-        self.lent: defaultdict[Any, State] | None = None  # the state of the optimizer while it steps a piece
 
     @torch.no_grad()
     def step(
@@ -111,11 +112,13 @@ class StreamedStep:
         flat_params: Sequence[FlatParam],
         states: Mapping[Any, State],
         split: SplitStep,
+        lending: Lending,
         uncast: bool,
         reduced: Reduced | None = None,
     ) -> Ticket:
         """Step flat parameters with the gradients that are attached to them, or with ``reduced`` ones, on the device.
 
+        ``lending(state)``: a context in which this is the state of the optimizer.
         Returns a ticket after which their weights can be read; waiting for it blocks the host if they are there.
         """
         tickets: list[Ticket] = []
@@ -132,7 +135,7 @@ class StreamedStep:
             for each in mine:
                 piece = _Piece(each, group, states[each.tensor], split, uncast, reduced)
                 for cut in each.cuts(PIECE):
-                    stream.run(piece.given(cut), functools.partial(self._run, piece, cut))
+                    stream.run(piece.given(cut), functools.partial(piece.step, cut, lending))
             stream.keep([reduced, *(each.tensor.grad for each in mine)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
@@ -141,15 +144,6 @@ class StreamedStep:
                 ticket.wait()
 
         return Ticket(then=wait)
-
-    def _run(self, piece: _Piece, cut: Cut, arrived: Sequence[torch.Tensor]) -> Pairs:
-        parameter, entries = piece.parameter(cut, arrived)
-        self.lent = defaultdict(dict, {parameter: entries} if entries else {})
-        try:
-            piece.step(parameter)
-            return piece.results(cut, parameter, self.lent[parameter])
-        finally:
-            self.lent = None
 
     def join(self) -> None:
         """Order the current stream after all steps, before any is stepped again; frees slots and gradients."""
@@ -200,7 +194,14 @@ class _Piece:
                 found.append(cut(self._gradient))
         return found
 
-    def parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
+    def step(self, cut: Cut, lending: Lending, arrived: Sequence[torch.Tensor]) -> Pairs:
+        parameter, entries = self._parameter(cut, arrived)
+        lent: defaultdict[Any, State] = defaultdict(dict, {parameter: entries} if entries else {})
+        with lending(lent), self._split.with_params([(self._of.number, parameter)]) as step:
+            self._split.result = step()
+        return self._results(cut, parameter, lent[parameter])
+
+    def _parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
         """A parameter with its gradient, and its state, on the device."""
         rest = list(arrived[len(self._wide) :])
         made = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
@@ -215,13 +216,7 @@ class _Piece:
             return value.detach().to(device if self._counts_there else value.device, copy=True)
         return copy.copy(value)
 
-    def step(self, parameter: nn.Parameter) -> None:
-        params: list[list[torch.Tensor]] = [[] for _ in self._split.groups]
-        params[self._of.number].append(parameter)
-        with self._split.with_params(params) as step:
-            self._split.result = step()
-
-    def results(self, cut: Cut, parameter: nn.Parameter, state: State) -> Pairs:
+    def _results(self, cut: Cut, parameter: nn.Parameter, state: State) -> Pairs:
         """What is to be copied to host memory, and where. Of numbers, the last piece's count."""
         pairs: Pairs = []
         for key, value in state.items():

@@ -12,14 +12,11 @@ work.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,11 +27,13 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.engine.groups.registry import OWNER, generation, group_of
+from flatshard.engine.schedule.agreement import Agreement
 from flatshard.optim.assignment import WholeOptions, assign, matrices_of
+from flatshard.optim.clip import cut_axes
 from flatshard.optim.flat_params import State
 from flatshard.optim.local_step import LocalStep, refuse_replaced
 from flatshard.optim.matrices import Bucket, MatrixParam, in_buckets
-from flatshard.optim.owners import OwnerGroup, cut_axes, entries_of, join_entries, state_of_owner, state_on_all_ranks
+from flatshard.optim.owners import OwnerGroup, entries_of, join_entries, state_of_owner, state_on_all_ranks
 from flatshard.optim.split_step import SplitStep
 
 _LABEL = re.compile(r"\[\d+(, \d+:\d+|:\d+)?\]$")  # of a part of a parameter, at the end of the name of an entry
@@ -61,14 +60,12 @@ class WholeStep:
         self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self.stand_in: Any = None  # what `optimizer.state` is meanwhile
         self._shown: dict[Any, State] | None = None  # the state that was read since the last step
         self._has_state = False
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the optimizer's step is running, or something else that must see only what it is given."""
-        return self.stand_in is not None or self.local.is_stepping
+        return self.local.is_stepping
 
     # Plan
 
@@ -201,7 +198,7 @@ class WholeStep:
         Once for each batch; all ranks call it.
         """
         for owner_group, here in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
-            what, then = "different matrices to step", "build the same optimizer on all ranks"
+            what, then = "different matrices to step", "Build the same optimizer on all ranks"
             lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
             if after:
                 what = "different options after a step"
@@ -212,15 +209,11 @@ class WholeStep:
                     for key, value in sorted(optimizer.param_groups[number].items())
                     if isinstance(value, (int, float, str))
                 ]
-            lane, all_said = self._lane(owner_group.device), repr((lines, self.options.bucket_bytes))
-            said = owner_group.messages(lane, hashlib.sha256(all_said.encode()).digest())
-            odd = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-            if odd is not None:
-                told = [json.loads(each) for each in owner_group.messages(lane, json.dumps(lines).encode())]
-                pairs = zip_longest(told[0], told[odd], fillvalue="nothing")
-                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("other options", "others"))
-                sharing = f"of the ranks that share matrices, number 0 has {one} and number {odd} has {other}"
-                raise RuntimeError(f"ranks have {what}: {sharing}; {then}")
+            lines.append(f"bucket_bytes={self.options.bucket_bytes}")
+            meshes = [] if owner_group.mesh is None else [owner_group.mesh]
+            told = Agreement(self._lane(owner_group.device), meshes).check(lines, "the optimizer")
+            if told is not None:
+                raise RuntimeError(f"ranks have {what}. {told}. {then}")
         self._compared = len(self.batches) if after else self._compared
 
     # Step
@@ -236,10 +229,11 @@ class WholeStep:
         if is_new:
             self._compare(optimizer, after=False)
         split = SplitStep(optimizer, base)
-        rest = [[p for p in group["params"] if p not in self.parts] for group in optimizer.param_groups]
+        listed = ((number, p) for number, group in enumerate(optimizer.param_groups) for p in group["params"])
+        rest = [(number, parameter) for number, parameter in listed if parameter not in self.parts]
         self._has_state = True
         try:
-            if any(rest):
+            if rest:
                 with split.with_params(rest) as step:
                     split.result = self.local.step(optimizer, step)
             for number, bucket in enumerate(self.buckets):
@@ -265,17 +259,13 @@ class WholeStep:
         return split.result
 
     def _step_on(self, split: SplitStep, mine: Sequence[MatrixParam]) -> None:
-        params: list[list[torch.Tensor]] = [[] for _ in split.groups]
-        for each in mine:
-            assert each.number is not None
-            params[each.number].append(each.tensor)
-        missed: list[int] = []
+        params = [(each.number, each.tensor) for each in mine if each.number is not None]
+        missed: set[int] = set()
         if not mine:
-            numbers = dict.fromkeys(each.number for each in self.matrices if each.number is not None)
-            missed = [number for number in numbers if number not in split.after]
+            missed = {each.number for each in self.matrices if each.number is not None} - split.after.keys()
             if not missed:
                 return
-        with self.with_state(self.state), split.with_params(params, missed) as step:
+        with self.local.lending(self.state), split.with_params(params, missed) as step:
             split.result = step()
 
     def free_gradients(self) -> None:
@@ -286,8 +276,6 @@ class WholeStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
-        if self.stand_in is not None:
-            return self.stand_in
         if self.local.is_stepping or not self._has_state:
             return self.local.public_state(optimizer)
         if self._shown is None:
@@ -333,27 +321,18 @@ class WholeStep:
         return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
 
     @contextmanager
-    def with_state(self, state: Any) -> Iterator[None]:
-        """Within it, this is `optimizer.state`."""
-        before, self.stand_in = self.stand_in, state
-        try:
-            yield
-        finally:
-            self.stand_in = before
-
-    @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
         """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
 
-        After it, what `with_state` was given has all of it, by parameter.
+        After it, what `LocalStep.lending` was given has all of it, by parameter.
         """
-        loaded = self.stand_in
+        loaded = self.local.lent
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
             self.check(parameter, state[parameter])
             found.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
-        with self.with_state(found):
+        with self.local.lending(found):
             yield found
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
@@ -378,7 +357,7 @@ class WholeStep:
                 mine = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
                 if mine:
                     self.state[each.tensor] = mine
-        with self.with_state(defaultdict(dict, {**rest, **self.state})):
+        with self.local.lending(defaultdict(dict, {**rest, **self.state})):
             yield defaultdict(dict, rest)
 
     def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:

@@ -98,13 +98,10 @@ def offloaded(model: ModelShape, setup: TrainingSetup) -> Memory:
 
 
 def time_of(model: ModelShape, setup: TrainingSetup, speed: Speed, network: Network) -> Estimate:
-    """The estimated time of a step."""
     return DryRun(model, setup).timed(StepClock(speed, network, model.width), setup.microbatches)
 
 
 class DryRun:
-    """A dry run of a model."""
-
     def __init__(self, model: ModelShape, setup: TrainingSetup) -> None:
         groups = groups_of(model, setup)
         every = [group for unit in groups for group in unit]

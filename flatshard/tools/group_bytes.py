@@ -46,8 +46,7 @@ class TrainingSetup:
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.placements.parameter) != len(self.mesh):
-            raise ValueError(f"placements are for {len(self.placements.parameter)} axes; the mesh has {len(self.mesh)}")
+        assert len(self.placements.parameter) == len(self.mesh)
         if any(size < 1 for size in self.mesh) or self.microbatches < 1 or self.state_of((1,), 1) < 0:
             given = f"mesh {self.mesh}, microbatches {self.microbatches}, state {self.state}"
             raise ValueError(f"{given}: sizes of axes and microbatches must be at least 1, and state at least 0")
@@ -210,13 +209,11 @@ class GroupBytes:
 
     def refreshes(self) -> list[PlannedCollective]:
         """The collectives that refresh a persistent copy of compute weights from main weights, once per step."""
-        parameter, main = self.placements.parameter, self.placements.optimizer
-        return _real(self._gathers(main, parameter, 1)) if self.is_resident or parameter != main else []
+        return self._gathers(self.placements.optimizer, self.placements.parameter, 1)
 
     def gathers(self, times: int = 1) -> list[PlannedCollective]:
         """The all-gathers of full weights."""
-        everywhere = replicated(len(self.setup.mesh)).parameter
-        return [] if self.is_resident else _real(self._gathers(self.placements.parameter, everywhere, times))
+        return self._gathers(self.placements.parameter, replicated(len(self.setup.mesh)).parameter, times)
 
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
         """The reduces of all micro-batches or, with ``is_last``, of one: the last one, or another."""
@@ -247,7 +244,7 @@ class GroupBytes:
                 current[axis] = placement
                 size = piece * self._pieces(current)
                 found.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
-        return found
+        return _real(found)
 
     def _reduces(self, is_last: bool) -> list[PlannedCollective]:
         """The reduces of the last micro-batch, or of one before, after which axes may rest unreduced."""

@@ -281,8 +281,6 @@ def _imported(source: str) -> nn.Module:
 
 
 class _Experts(nn.Module):
-    """Stacked experts."""
-
     def __init__(self, width: int, ffn: int, experts: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, width))

@@ -47,12 +47,11 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if (kind.outer is None or _outer(kind, machine) > 1) and _can_part(ep, kind, machine)
     )
     fitting = [row for row in rows if row.fits]
-    plan = StrategyPlan(model, machine, training, rows, None, "")
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
         needed = f"{gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable"
-        why = f"Nothing fits: {least.name} needs the least memory, {needed}. "
-        return replace(plan, why=why + _instead(model, machine, training, rows))
+        why = f"Nothing fits: {least.name} needs the least memory, {needed}. {_instead(model, machine, training, rows)}"
+        return StrategyPlan(model, machine, training, rows, None, why)
     best = min(fitting, key=lambda row: row.cost)
     why = f"{best.name}: {gigabytes(machine.memory - best.peak)} of each device are left, and "
     if best.offload:
@@ -76,7 +75,7 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if faster:
             name = min(faster, key=lambda row: row.cost).name
             why += f" With --recompute, {name} also fits, and is likely to be faster."
-    plan = replace(plan, advice=best.name, formats=_formats(model, machine, training, best))
+    plan = StrategyPlan(model, machine, training, rows, best.name, why, _formats(model, machine, training, best))
     if plan.offload_bytes:
         size = gigabytes(plan.offload_bytes)
         why += f" It is enough to offload {size} of main weights, with their gradients and state."

@@ -92,6 +92,8 @@ def plan(options: argparse.Namespace) -> int:
             raise ValueError(f"{flag} {given}: must be at least 1")
     network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)
     memory = _size("memory", options.memory)
+    if not memory:
+        raise ValueError(f"--memory {options.memory}: must be more than 0")
     activations = None if options.activations is None else _size("activations", options.activations)
     recomputed: float | None = None
     if options.devices < 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, astuple, dataclass
-from html import escape
 from typing import Any
 
 import torch
@@ -31,11 +30,6 @@ class Machine:
     memory: float
     network: Network
     spare: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.devices < 1 or not self.memory > 0 or not 0 <= self.spare < 1:
-            given = f"Machine(devices={self.devices}, memory={self.memory}, spare={self.spare})"
-            raise ValueError(f"{given}: must have devices >= 1, memory > 0 and 0 <= spare < 1")
 
     @property
     def usable(self) -> float:
@@ -207,9 +201,6 @@ class StrategyPlan:
         left = int(min(self.machine.usable - row.peak, full) // 10**8) * 10**8
         return max(left, 0)
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.table())}</pre>"
-
     def table(self) -> str:
         """The comparison as text for a terminal."""
         speed = self.training.speed
@@ -244,7 +235,6 @@ class StrategyPlan:
         return "\n".join([*head, "", *table, "", *self._legend(unit), "", *said])
 
     def _legend(self, unit: str) -> list[str]:
-        """Explanations of columns and rows."""
         training, timed = self.training, self.training.speed is not None
         known = training.activations is not None
         with_ = f"with {gigabytes(training.activations or 0)} of activations" if known else "WITHOUT activations"

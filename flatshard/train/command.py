@@ -12,7 +12,6 @@ from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read, 
 
 
 def train(arguments: list[str]) -> int:
-    """Run the command with these arguments; returns the exit status."""
     try:
         settings = parse(arguments)
         check_settings(settings)

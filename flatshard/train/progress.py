@@ -87,8 +87,6 @@ class PlainLines:
 
 
 class Bar:
-    """A progress bar."""
-
     def __init__(self, bar: Any, steps: int) -> None:
         self._bar = bar
         self._steps = steps
@@ -133,8 +131,6 @@ def display(settings: TrainSettings, say: Callable[[str], None]) -> Iterator[Pla
 
 
 class ProgressMeter:
-    """Turns steps into readings."""
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._tokens = trainer.settings.batch * trainer.settings.context

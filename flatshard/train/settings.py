@@ -193,7 +193,6 @@ class TrainSettings:
             raise Mistake(f"{flag_of(name)} {value}: must be {wanted}")
 
     def shape(self, vocab: int = 256) -> LlamaConfig:
-        """The shape of the bundled model."""
         names = ("width", "layers", "heads", "kv_heads", "ffn", "recompute", "experts", "loss_chunk")
         alike: dict[str, Any] = {name: getattr(self, name) for name in names}
         return LlamaConfig(vocab=vocab, max_tokens=self.context, rope_theta=1e4, chosen=self.experts_per_token, **alike)

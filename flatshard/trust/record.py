@@ -180,7 +180,6 @@ class FlightRecord:
     def tell(self, **told: Any) -> None:
         """Write facts about this process to the header."""
         self.header.update(told)
-        self.header["number"] = self.number
         text = json.dumps(self.header).encode()
         while len(text) > _HEADER:  # only an error can be that long
             longest = max(self.header, key=lambda key: len(str(self.header[key])))

@@ -322,7 +322,7 @@ def _replayed(rank, world):
     for count in range(1, 4):
         assert optimizer.state[parameter]["step"].item() == count
         assert is_settled(optimizer)
-        for state in optimizer.__dict__["_flatshard_local"].flat_state.values():
+        for state in optimizer.__dict__["_flatshard_stepper"].flat_state.values():
             state["step"] += 1  # as the replay of a graph does, of which nobody is told
 
 

@@ -106,8 +106,8 @@ def _equal(rank, world, kind, case, micro, options):
             model = shard_net(make_net(), **choices)
             told = options if streams else {"offload_state": False}
             optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), **told)
-            run = mock.Mock(side_effect=streaming.StreamedStep._run, autospec=True)
-            patch.setattr(streaming.StreamedStep, "_run", lambda *given, run=run: run(*given))
+            run = mock.Mock(side_effect=streaming.StreamedStep.step, autospec=True)
+            patch.setattr(streaming.StreamedStep, "step", lambda *given, run=run: run(*given))
             _train(model, optimizer, rank, world, micro)
             assert run.called == streams
             found.append(_snapshot(model, optimizer))
@@ -156,7 +156,7 @@ def test_weights_in_host_memory_by_default(ranks, kind, micro):
 def _on_the_cpu(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         _as_on_accelerators(patch)
-        patch.setattr(streaming.StreamedStep, "_run", mock.Mock(side_effect=AssertionError("streamed")))
+        patch.setattr(streaming.StreamedStep, "step", mock.Mock(side_effect=AssertionError("streamed")))
 
         class Mine(torch.optim.SGD):
             pass

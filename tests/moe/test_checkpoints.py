@@ -277,7 +277,7 @@ def _lost(rank, world, folder):
     for block in model.blocks:
         flatshard.fully_shard(block.mixture.experts, mesh=sparse["edp"])
     flatshard.fully_shard(model, mesh=dense)
-    with pytest.raises(CheckpointError, match=r"'model.*experts.up' differs between ranks 0 and 1.*apart="):
+    with pytest.raises(CheckpointError, match=r"'model.*experts.up' differs between ranks (0 and 1|2 and 3).*apart="):
         flatshard.checkpoint.save(folder, model, progress=False)
 
 

@@ -22,7 +22,7 @@ def _launches(rank: int, world: int) -> list[tuple[str, int]]:
             give(each, gradients(reference, step))
             optimizer.step()
     assert_equal_bits(model, reference)
-    side = optimizer.__dict__["_flatshard_local"]
+    side = optimizer.__dict__["_flatshard_stepper"]
     (lane,) = {bucket.lane for bucket in side.buckets}
     found = [operation.name for operation in lane.history]
     optimizer.state_dict()

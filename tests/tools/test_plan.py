@@ -249,6 +249,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["llama-1b", "--spare", "5"], "--spare 5: must be a fraction"),
         (["llama-1b", "--memory", "80XB"], "must be a number of GB"),
         (["llama-1b", "--memory", "nan"], "must be a number of GB"),
+        (["llama-1b", "--memory", "0"], "--memory 0: must be more than 0"),
         (["llama-1b", "--network", "string"], "network='string': must be one of"),
         (["llama-1b", "--optimizer", "newton"], "must be one of adamw"),
         (["llama-1b", "--param-dtype", "fp8"], "must be a dtype of torch"),

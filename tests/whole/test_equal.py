@@ -84,7 +84,7 @@ def _hybrid(rank: int, world: int, kinds: list[dict[str, Any]], steps: int) -> N
         owners = []
         for choice in ("shards", "all"):
             optimizer = compare("muon", {**how, "mesh": mesh}, {"owners": choice}, steps)
-            side = optimizer.__dict__["_flatshard_local"]
+            side = optimizer.__dict__["_flatshard_stepper"]
             owners.append(sum(each.is_mine for each in side.matrices) / len(list(side.matrices)))
         if "outer_strategy" not in how:  # two replicas share the work, or do it twice
             assert owners[1] < 0.6 * owners[0], owners
@@ -181,7 +181,7 @@ def _experts(rank: int, world: int) -> None:
             give(each, whole)
             optimizer.step()
     assert_equal_bits(model, reference)
-    sides = [optimizer.__dict__["_flatshard_local"] for optimizer in optimizers]
+    sides = [optimizer.__dict__["_flatshard_stepper"] for optimizer in optimizers]
     assert [each.name for each in sides[0].matrices] == [each.name for each in sides[1].matrices]
     assert sum(each.is_mine for each in sides[0].matrices) <= 3  # of seven
 
@@ -248,7 +248,7 @@ def _mixed(rank: int, world: int) -> None:
         optimizers.append(torch.optim.AdamW(groups, lr=1e-2, foreach=False))
     fully_shard_optimizer(optimizers[0], whole=lambda name, p: p.dim() == 2 and name != "head.weight")
     train(model, reference, *optimizers, steps=3)
-    side = optimizers[0].__dict__["_flatshard_local"]
+    side = optimizers[0].__dict__["_flatshard_stepper"]
     assert {each.name for each in side.matrices} == {n for n, p in reference.named_parameters() if p.dim() == 2} - {
         "head.weight"
     }

@@ -85,7 +85,7 @@ def test_calls_of_one_step_count_once():
     optimizer = Counting(matrices, {"count": count, "odd": float("nan")})
     split = SplitStep(optimizer, optimizer.step)
     for matrix in matrices:
-        with split.with_params([[matrix]]) as step:
+        with split.with_params([(0, matrix)]) as step:
             step()
     split.close()
     assert optimizer.param_groups[0]["count"] is count
@@ -111,7 +111,7 @@ def _bounded(rank: int, world: int, how: dict[str, Any]) -> None:
     optimizer = fully_shard_optimizer(Plain(model.parameters()), whole=True, bucket_bytes=1)
     give(model, gradients(model, 0))
     optimizer.step()  # the plan is made once
-    side = optimizer.__dict__["_flatshard_local"]
+    side = optimizer.__dict__["_flatshard_stepper"]
     (lane,) = {bucket.lane for bucket in side.buckets}
     before = lane.launched
     pair = 2 * 4 * ROWS * COLUMNS  # a matrix and its gradient
@@ -260,7 +260,7 @@ def _added(rank: int, world: int) -> None:
             for parameter in each.parameters():  # as one who averages weights, or loads others: the next step sees it
                 parameter.data.mul_(0.5)
         assert_equal_bits(model, reference)
-    side = optimizers[0].__dict__["_flatshard_local"]
+    side = optimizers[0].__dict__["_flatshard_stepper"]
     assert [each.owner for each in side.matrices] == [0, 1, 1]  # who came later counts what was there; nobody's changes
 
 
@@ -286,15 +286,15 @@ def _different(rank: int, world: int) -> None:
     model = shard(Net())
     optimizer = whole_optimizer(muon, model, lambda name, p: inside(name, p) and (rank == 0 or "up" not in name))
     give(model, gradients(model, 0))
-    with pytest.raises(RuntimeError, match=r"number 0 has blocks.0.up.weight \(10, 6\).* number 1 has blocks.0.down"):
+    with pytest.raises(RuntimeError, match=r"rank 0: blocks.0.up.weight \(10, 6\).* rank 1: blocks.0.down"):
         optimizer.step()
     matrices = [p for n, p in model.named_parameters() if inside(n, p) and p.dim() == 2]
     with pytest.raises(ValueError, match="Muon needs whole matrices, but these are sharded"):
         muon(matrices).step()
-    with pytest.raises(RuntimeError, match=r"total=\S+ in parameter group 0 and number 1 has total="):
+    with pytest.raises(RuntimeError, match=r"rank 0: total=\S+ in parameter group 0; rank 1: total="):
         fully_shard_optimizer(Summing(matrices), whole=True).step()  # each rank has one bucket, and its own sum
     optimizer = whole_optimizer(muon, model, inside, cost=lambda shape: shape[rank])
-    with pytest.raises(RuntimeError, match=r"owned by number 0 and number 1 has .* owned by number 1"):
+    with pytest.raises(RuntimeError, match=r"owned by number 0; rank 1: .* owned by number 1"):
         optimizer.step()
 
 

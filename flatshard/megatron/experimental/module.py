@@ -112,7 +112,6 @@ class FsdpModule(FSDPModule):
 
     @property
     def parameter_groups(self) -> tuple[ParameterGroup, ...]:
-        """The parameter groups of this unit."""
         module, unit = cast(nn.Module, self), _unit(self)
         known = module.__dict__.setdefault("_flatshard_megatron_groups", {})
         return tuple(known.setdefault(id(group), ParameterGroup(module, unit, group)) for group in unit.groups)

@@ -62,7 +62,6 @@ class ParameterGroup:
 
     @property
     def fsdp_parameters(self) -> list[FsdpParameter]:
-        """The parameters with their names."""
         module = self._refs[0]()
         names = {id(each): f"{name}." if name else "" for name, each in module.named_modules()} if module else {}
         return [
@@ -71,7 +70,6 @@ class ParameterGroup:
         ]
 
     def sync_model_weight_from_main_weight(self) -> None:
-        """Update compute weights from main weights."""
         module, unit, group = (ref() for ref in self._refs)
         if module is not None and unit is not None and group is not None and not group.main.local.is_meta:
             find_root(unit, module).refresh([unit], [group])

@@ -44,8 +44,6 @@ class BlockAtomic:
 
 def to_engine(placement: Placement) -> layout.Placement:
     """The engine's placement for any placement of this surface."""
-    if isinstance(placement, (layout.Flat, layout.Replicate, layout.Partial, layout.Block)):
-        return placement
     if isinstance(placement, TorchReplicate):
         return layout.Replicate()
     if isinstance(placement, BlockAtomic):

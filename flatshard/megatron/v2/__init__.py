@@ -65,7 +65,6 @@ class FullyShardMixedPrecisionPolicy:
             vars(self).update(fp8=FullyShardFP8Policy(*fields))
 
     def engine(self) -> EnginePolicy:
-        """The engine's policy."""
         grads = self.main_grads_dtype or torch.float32
         return EnginePolicy(main_dtype=self.main_params_dtype, grad_dtype=grads, reduce_dtype=self.grad_comm_dtype)
 
