@@ -150,6 +150,28 @@ def test_clipping_after_such_an_optimizer(ranks):
     ranks(2, _another)
 
 
+def _replaced(rank, world):
+    """An optimizer that another one has replaced steps nothing, although it still exists."""
+    model, old, tokens = _two_steps(rank, world)
+    other = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, tokens).backward()
+    with pytest.raises(RuntimeError, match=r"stepped by the backward, for another optimizer.*Delete the other one"):
+        other.step()
+    old.zero_grad()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), in_backward=True)
+    before = [local.detach().clone() for local in _locals(model.parameters())]
+    for number in range(2):
+        loss_of(model, tokens).backward()
+        assert all((p.grad is None) == bool(number) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, before, _locals(model.parameters())))
+
+
+def test_an_optimizer_that_was_replaced_steps_nothing(ranks):
+    ranks(2, _replaced)
+
+
 def _restored(rank, world):
     """After an exception in a backward, weights and state that are loaded are not stepped by what is left of it."""
 
