@@ -116,8 +116,9 @@ class Rows:
         got = sent.new_empty(sum(asked), width)
         splits = [count * width for count in asked], [count * width for count in served]
         lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
-        rows = got.index_select(0, seats)
-        return rows.view(*tokens.shape, width), LookUp(mine, seats, asked, wanted, served)
+        # Not a view: of a view that a function returns, autograd allows no change in place.
+        rows = torch.embedding(got, seats.view(tokens.shape))
+        return rows, LookUp(mine, seats, asked, wanted, served)
 
     def _sorted(
         self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str

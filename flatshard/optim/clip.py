@@ -21,7 +21,7 @@ from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import group_among, joint_group
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
-from flatshard.engine.groups.registry import group_of
+from flatshard.engine.groups.registry import group_of, sharded_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.flat_params import cut_as
 
@@ -81,7 +81,7 @@ def clip_grad_norm_(
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
+        return [sharded_of(parameter) for parameter in parameters.parameters()]
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise TypeError(f"clip_grad_norm_ takes a module or parameters, not {type(parameters).__name__}")
@@ -89,7 +89,7 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     odd = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
     if odd is not None:
         raise TypeError(f"clip_grad_norm_ takes a module or parameters; one of them is a {type(odd).__name__}")
-    return listed
+    return list({id(sharded): sharded for sharded in map(sharded_of, listed)}.values())
 
 
 def _norm_type(given: Any) -> float:
@@ -222,7 +222,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """
     _arguments.module("grad_norms", model)
     norm_type = _norm_type(norm_type)  # before anything is communicated
-    named = list(model.named_parameters())
+    named = _named(model)
     join_reduces()
     having = _ranks_where(named, lambda grad: True)
     found = [(name, parameter, parameter.grad) for name, parameter in named if having[name]]
@@ -233,8 +233,12 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 def weight_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """The norm of each parameter, over all ranks, by its name. Waits for the device; for logging."""
     _arguments.module("weight_norms", model)
-    named = [(name, parameter, parameter.detach()) for name, parameter in model.named_parameters()]
+    named = [(name, parameter, parameter.detach()) for name, parameter in _named(model)]
     return _norms(named, _norm_type(norm_type))
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, sharded_of(parameter)) for name, parameter in model.named_parameters()]
 
 
 def _ranks_where(
@@ -283,10 +287,9 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
     """
     _arguments.module("find_nonfinite", model)
     join_reduces()
-    where = _ranks_where(
-        list(model.named_parameters()), lambda grad: torch.isfinite(_torch.held_of(grad)).all().logical_not()
-    )
-    return [(name, rank) for name, _ in model.named_parameters() for rank in where[name]]
+    named = _named(model)
+    where = _ranks_where(named, lambda grad: torch.isfinite(_torch.held_of(grad)).all().logical_not())
+    return [(name, rank) for name, _ in named for rank in where[name]]
 
 
 def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: str) -> torch.Tensor:

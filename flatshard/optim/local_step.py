@@ -17,7 +17,7 @@ from flatshard import _torch
 from flatshard.buffer import DONE, Ticket
 from flatshard.engine.gradients.reduction import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
-from flatshard.engine.groups.registry import OWNER, generation, is_replaced
+from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced
 from flatshard.engine.units.unit import unit_with
 from flatshard.engine.weights.offload import Home
 from flatshard.optim.adamw8bit import cut_entries, require_rows
@@ -318,6 +318,22 @@ def _step_early(
     if of is not None:
         of.gradients.on_final = None
     return None
+
+
+def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
+    """Parameters of an optimizer that backwards step for another one that has them too, and their groups."""
+    found, held = [], dict[Optimizer, set[int]]()
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        group = group_of(parameter)
+        on_final: Any = None if group is None else group.gradients.on_final
+        other = None if on_final is None else on_final.args[0]()
+        if group is None or other is None or other is optimizer:
+            continue
+        if other not in held:
+            held[other] = {number for numbers in _ids(other) for number in numbers}
+        if id(parameter) in held[other]:
+            found.append((parameter, group))
+    return found
 
 
 def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:

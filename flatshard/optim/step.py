@@ -17,14 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from flatshard import _arguments, _torch
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
-from flatshard.engine.groups.registry import generation, group_of, is_replaced, successor_of
+from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, wrap_scalars
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -222,6 +222,8 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
         optimizer.state = state
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
+    for _, group in stepped_for_others(optimizer):  # by an optimizer that this one replaces, and that still exists
+        group.gradients.on_final = None
     return optimizer
 
 
@@ -430,6 +432,17 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
         )
 
 
+def _refuse_stepped(optimizer: Optimizer) -> None:
+    """Raise if backwards step parameters of the optimizer for another one: their gradients are gone."""
+    for parameter, _ in stepped_for_others(optimizer):
+        name, owner = parameter.__dict__.get(OWNER, ("a parameter", "the model"))
+        raise RuntimeError(
+            f"'{name}' of {owner} is stepped by the backward, for another optimizer that has in_backward=True, so this "
+            f"{type(optimizer).__name__} has no gradient for it. Delete the other one before the next backward, or "
+            "call fully_shard_optimizer on this one, which then replaces it"
+        )
+
+
 def _captured(optimizer: Optimizer) -> LocalStep | None:
     local: LocalStep | WholeStep | None = optimizer.__dict__.get(STEPPER)
     if isinstance(local, WholeStep):
@@ -476,6 +489,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
+        _refuse_stepped(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(stepper, WholeStep):  # parameters may have been added
             _plan(optimizer, stepper)

@@ -284,3 +284,30 @@ def _low_precision_gradients(rank, world):
 
 def test_gradients_may_rest_in_a_lower_precision_than_main(ranks):
     ranks(2, _low_precision_gradients)
+
+
+def _unsharded_root(rank, world):
+    """After a forward without a backward the root shows full parameters; the sharded ones have the gradients."""
+    reference, model = with_gradients(rank, world)
+    names = grad_norms(model).keys()
+    loss = loss_of(model, next(batches(1, ROWS)).chunk(world)[rank])
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert grad_norms(model).keys() == names
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected)
+    del loss
+    torch.testing.assert_close(clip_grad_norm_(model, INF).item(), 0.1, rtol=1e-4, atol=0)
+
+
+def _other_placements(rank, world):
+    """A gradient that a user has put in place of another is placed as it says, not as its parameter."""
+    reference, model = with_gradients(rank, world)
+    parameter = max((p for p in model.parameters() if p.grad is not None), key=torch.Tensor.numel)
+    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected)
+
+
+@pytest.mark.parametrize("body", [_unsharded_root, _other_placements])
+def test_gradients_are_found_where_they_are(ranks, body):
+    ranks(2, body)

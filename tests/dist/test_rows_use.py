@@ -33,6 +33,12 @@ def _any_shape(rank, world):
         _train_on(rank, world, model, plain, lambda m, r, texts=texts: m.embed(texts[r]).square().sum())
 
 
+def _changed_in_place(rank, world):
+    model, plain = _shard(_model()), _model()
+    texts = torch.tensor([[[1, 2], [2, 3]], [[4, 2], [0, 4]]])
+    _train_on(rank, world, model, plain, lambda m, r: m.embed(texts[r]).mul_(2).square().sum())
+
+
 def _forward_itself(rank, world):
     model = _shard(_model())
     assert type(type(model.embed)(2, 3)) is nn.Embedding  # which is no unit
@@ -188,7 +194,17 @@ def _perturbed(rank, world):
 
 
 USES = [_any_shape, _forward_itself, _large_in_float16, _in_float64, _read_by_the_lane, _after_the_optimizer]
-USES += [_unused, _differently_used, _not_the_weight, _prefetched, _tied, _even_and_beyond, _held, _perturbed]
+USES += [
+    _changed_in_place,
+    _unused,
+    _differently_used,
+    _not_the_weight,
+    _prefetched,
+    _tied,
+    _even_and_beyond,
+    _held,
+    _perturbed,
+]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__[1:])

@@ -153,6 +153,28 @@ def test_clipping_after_such_an_optimizer(ranks):
     ranks(2, _another)
 
 
+def _replaced(rank, world):
+    """An optimizer that another one has replaced steps nothing, although it still exists."""
+    model, old, tokens = _two_steps(rank, world)
+    other = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, tokens).backward()
+    with pytest.raises(RuntimeError, match=r"stepped by the backward, for another optimizer.*Delete the other one"):
+        other.step()
+    old.zero_grad()
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), in_backward=True)
+    before = [local.detach().clone() for local in _locals(model.parameters())]
+    for number in range(2):
+        loss_of(model, tokens).backward()
+        assert all((p.grad is None) == bool(number) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, before, _locals(model.parameters())))
+
+
+def test_an_optimizer_that_was_replaced_steps_nothing(ranks):
+    ranks(2, _replaced)
+
+
 def _restored(rank, world):
     """After an exception in a backward, weights and state that are loaded are not stepped by what is left of it."""
 
@@ -265,6 +287,53 @@ def _beside(rank, world):
 
 def test_what_a_backward_does_not_step_is_stepped_afterwards(ranks):
     ranks(2, _beside)
+
+
+class Gated(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.gate = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        return super().forward(x) * (self.gate.sum() if gated else 1.0)
+
+
+class TwoGates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *gated: bool) -> torch.Tensor:
+        for layer, uses in zip(self.layers, gated):
+            x = layer(x, uses)
+        return x
+
+
+def _used_in_turn(rank, world):
+    """In the first micro-batch only one rank uses a parameter, in the last one only the other: it is stepped once.
+
+    Another parameter is used by every second step, so that `step` finds gradients of parameters that had none before.
+    """
+    found = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = TwoGates()
+        for unit in (*model.layers, model):
+            fully_shard(unit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        fully_shard_optimizer(optimizer, in_backward=early)
+        for step in range(4):
+            for last in (False, True):
+                with microbatch(model, is_first=not last, is_last=last):
+                    model(torch.ones(2, 6), step % 2 == 1, last == bool(rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(_locals(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_parameter_that_ranks_use_in_turn_is_stepped_once(ranks):
+    ranks(2, _used_in_turn)
 
 
 def test_only_elementwise_optimizers():

@@ -342,7 +342,8 @@ class Gradients:
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
             ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
-            if is_last and not finished and not asked:  # else users' hooks, or what other ranks have used, come first
+            # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
+            if is_last and not (finished or asked or self.main_grads.open):
                 reduction.on_final = self.on_final
             if self.home.host and fresh and reduction.on_final is not None:
                 bring = functools.partial(self.home.bring, target, DONE, lane, main_grad, fresh, factor)

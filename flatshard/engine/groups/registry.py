@@ -71,6 +71,14 @@ def group_of(parameter: torch.Tensor) -> ParamGroup | None:
     return _GROUPS.get(id(parameter))
 
 
+def sharded_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sharded form of a parameter that its unit has unsharded, which has the gradients; any other as it is."""
+    if OWNER not in parameter.__dict__ or group_of(parameter) is not None:
+        return parameter
+    found = (param.sharded for group in groups() for param in group.params if param.full is parameter)
+    return next(found, parameter)
+
+
 def groups() -> list[ParamGroup]:
     """All groups whose parameters lie in main buffers."""
     return list(dict.fromkeys(_GROUPS.values()))
