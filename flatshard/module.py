@@ -152,7 +152,8 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, also while units are unsharded, for example between a forward and its backward.
 
-        It also drops unreduced gradients of earlier micro-batches, which `Optimizer.zero_grad` cannot do.
+        It also drops unreduced gradients of earlier micro-batches, which `Optimizer.zero_grad` cannot do, and frees the
+        memory of gradients at once, which `Optimizer.zero_grad` leaves to the next forward.
         """
         assert isinstance(self, nn.Module)
         if not set_to_none:
@@ -166,6 +167,9 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
+            if set_to_none:
+                with _torch.PlainAttributes():
+                    group.gradients.main_grads.rest()
         for root in _roots(self, True) if set_to_none else ():
             root.rest_gradients()
 

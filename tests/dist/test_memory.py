@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flatshard import _torch, fully_shard
 from flatshard.engine.units.unit import unit_of
+from flatshard.rehearsal import rehearse
 from tests.dist.test_counts import DIM, equal, root_of, rows, sharded_chain
 
 
@@ -154,3 +155,12 @@ def test_del_frees_everything_without_the_garbage_collector(ranks, last):
     # The graph of a checkpointed module owns the module, so a loss that is kept keeps it, and so does an exception.
     for recompute in (None,) if last in ("loss", "raises") else (None, "reentrant", "non-reentrant"):
         ranks(2, _deletion, recompute, last)
+
+
+def test_zero_grad_of_the_model_frees_gradients():
+    with rehearse(2):
+        model = sharded_chain()
+        model(rows()).sum().backward()
+        held = {name: StorageWeakRef(_torch.local_of(p.grad).untyped_storage()) for name, p in model.named_parameters()}
+        model.zero_grad()
+        equal(_alive(held, "nothing"), [])
