@@ -257,8 +257,9 @@ def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _free_port(number: int) -> int:
-    """A port for a test, below those that systems give to connections."""
-    for port in range(12000 + 10 * number, 32000):
+    """A port for a test, below those that systems give to connections. Both systems may be running."""
+    first = 12000 if _SETTINGS["system"] == "control" else 22000
+    for port in range(first + 10 * number, 32000):
         with socket.socket() as found:
             if found.connect_ex(("127.0.0.1", port)):
                 return port
