@@ -270,7 +270,12 @@ class FSDPOptimizer(Optimizer):
         self.__dict__["state"] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once."""
+        """As `Optimizer.zero_grad`; main gradients are zeroed by one call for all, or their memory is freed at once.
+
+        Gradients that earlier micro-batches have left unreduced are dropped too, if all of their group are this
+        optimizer's.
+        """
+        _drop_unreduced(self)
         if not set_to_none:
             join_reduces()
             _stepper_of(self).free_gradients()  # of parameters that a backward has stepped
@@ -441,6 +446,16 @@ def _refuse_stepped(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} has no gradient for it. Delete the other one before the next backward, or "
             "call fully_shard_optimizer on this one, which then replaces it"
         )
+
+
+def _drop_unreduced(optimizer: Optimizer) -> None:
+    """Drop what backwards have left unreduced in groups whose parameters are all of the optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    partial = [g for g in dict.fromkeys(map(group_of, parameters)) if g is not None and g.gradients.has_partial]
+    mine = set(map(id, parameters)) if partial else ()
+    for group in partial:
+        if all(id(param.sharded) in mine for param in group.params if param.sharded.requires_grad):
+            group.gradients.drop_partial()
 
 
 def _captured(optimizer: Optimizer) -> LocalStep | None:

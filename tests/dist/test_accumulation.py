@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from flatshard import fully_shard, fully_shard_optimizer, microbatch
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
+from flatshard.rehearsal import rehearse
 from tests.dist.models import assert_rows, batches, make_net
 from tests.dist.test_counts import DIM, Chain
 from tests.dist.test_engine import ROWS, full, shard_net
@@ -403,3 +404,23 @@ def _read_between(rank, world, reads):
 @pytest.mark.parametrize("reads", [(0, 1, 2), (1,), (2,)])
 def test_gradients_are_read_between_micro_batches(ranks, reads):
     ranks(2, _read_between, reads)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_zero_grad_of_an_optimizer_drops_an_accumulation_that_was_given_up(all_of_it):
+    """If all parameters of a group are the optimizer's: others may still want the rest of it."""
+    found = []
+    with rehearse(2):
+        for gives_up in (False, True):
+            model, x = chain(), torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+            fully_shard(model, strategy=1)
+            parameters = list(model.parameters())[: None if all_of_it else 2]
+            optimizer = fully_shard_optimizer(torch.optim.SGD(parameters, lr=0.1))
+            if gives_up:
+                with microbatch(model, is_first=True, is_last=False):
+                    model(x).sum().backward()
+                optimizer.zero_grad()
+            with microbatch(model, is_first=True, is_last=True):
+                model(x).sum().backward()
+            found.append(parameters[0].grad.to_local())
+    assert torch.equal(*found) is all_of_it
