@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.buffer import DONE, Ticket
+from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced
@@ -46,6 +47,7 @@ class LocalStep:
         self.rowwise: Sequence[str] = ()  # names in the state with numbers for each row of a parameter
         self._streamed = StreamedStep()
         self._flat_params: list[FlatParam] = []
+        self._by_gradients = weakref.WeakKeyDictionary[Gradients, list[FlatParam]]()
         self._generation = -1  # when the flat parameters were made, if they have been
         self._absent: Sequence[torch.Tensor] = []
         self._others: list[list[torch.Tensor]] = []
@@ -102,22 +104,27 @@ class LocalStep:
         finally:
             self.lent = before
 
-    def step_early(self, optimizer: Optimizer, group: ParamGroup, reduced: Reduced | None) -> Ticket | None:
-        """Step the parameters of one group, whose gradients are complete; or leave them to `step` if any is new.
+    def step_early(self, optimizer: Optimizer, complete: Sequence[Gradients], reduced: Reduced | None) -> Ticket | None:
+        """Step the parameters of groups whose gradients are complete. A group of which any is new is left to `step`.
 
-        ``reduced``: the gradients of a group in host memory, on the device. Returns when the weights can be read.
+        ``reduced``: the gradients of one group in host memory, on the device. Returns when the weights can be read.
         """
         assert self.early is not None
-        mine = [each for each in self._flat_params if each.group() is group]
-        if not self._stepped.isdisjoint(mine):
-            self._again = group.params[0].name
+        ours = {gradients: self._by_gradients.get(gradients, []) for gradients in complete}
+        for gradients, found in list(ours.items()):
+            if not self._stepped.isdisjoint(found):
+                self._again = gradients.params[0].name
+                del ours[gradients]
+        if not self._is_known(optimizer) or not (self._outdated or self._agrees()):
             return None
-        known = {id(parameter) for each in mine for parameter in each.parameters}
+        mine: list[FlatParam] = []
         with _torch.PlainAttributes():  # who reads gradients otherwise waits for all reduces
-            is_new = any(param.sharded.grad is not None and id(param.sharded) not in known for param in group.params)
-            if not mine or is_new or not self._is_known(optimizer) or not self._attach(mine):
-                return None
-        if not self._outdated and not self._agrees():
+            for gradients, found in ours.items():
+                known = {id(parameter) for each in found for parameter in each.parameters}
+                having = (param.sharded for param in gradients.params if param.sharded.grad is not None)
+                if all(id(parameter) in known for parameter in having) and self._attach(found):
+                    mine += found
+        if not mine:
             return None
         beside, base = [()] * len(optimizer.param_groups), functools.partial(self.early, optimizer)
         _, ticket = self._run(optimizer, mine, beside, base, reduced)
@@ -125,7 +132,8 @@ class LocalStep:
         with _torch.PlainAttributes():
             for parameter in (parameter for each in mine for parameter in each.parameters):
                 parameter.grad = None
-            group.gradients.main_grads.rest()
+            for gradients in complete:
+                gradients.main_grads.rest()
         return ticket
 
     def _run(
@@ -269,9 +277,11 @@ class LocalStep:
         self._generation, self._ids = generation(), _ids(optimizer)
         self.flat_state = defaultdict(dict)
         self._sharded = set(map(id, self._absent))
+        self._by_gradients.clear()
         for each in self._flat_params:
             group = each.group()
             assert group is not None
+            self._by_gradients.setdefault(group.gradients, []).append(each)
             each.is_streamed = self._streams(group.home, optimizer.param_groups[each.number])
             self._sharded.update(map(id, (each.tensor, *each.parameters)))
             if self.rowwise:
@@ -290,9 +300,10 @@ class LocalStep:
         groups = {each.group() for each in self._flat_params}
         if not self.flat_state and any(group is not None and group.gradients.main_grads.is_apart for group in groups):
             torch.cuda.empty_cache()  # else the state, which is about to be made, splits what the next forward needs
+        on_final = functools.partial(_step_early, weakref.ref(optimizer))
         for group in groups if self.early is not None else ():
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
-                group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+                group.gradients.on_final = on_final
 
     def _streams(self, home: Home, options: dict[str, Any]) -> bool:
         """Whether parameters are stepped on the device with state, or also weights, from host memory."""
@@ -308,16 +319,16 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 
 
 def _step_early(
-    optimizer: weakref.ref[Optimizer], group: weakref.ref[ParamGroup], reduced: Reduced | None
+    optimizer: weakref.ref[Optimizer], complete: Sequence[Gradients], reduced: Reduced | None
 ) -> Ticket | None:
-    """The gradients of a group are complete."""
-    known, of = optimizer(), group()
-    if known is not None and of is not None:
-        stepper: LocalStep = known.__dict__[STEPPER]
-        return stepper.step_early(known, of, reduced)
-    if of is not None:
-        of.gradients.on_final = None
-    return None
+    """The gradients of some groups are complete."""
+    known = optimizer()
+    if known is None:
+        for gradients in complete:
+            gradients.on_final = None
+        return None
+    stepper: LocalStep = known.__dict__[STEPPER]
+    return stepper.step_early(known, complete, reduced)
 
 
 def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:

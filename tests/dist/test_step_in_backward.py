@@ -353,9 +353,9 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
         events.append("reduce")
         land(self)
 
-    def stepping(self, *given):
-        events.append("step")
-        return step(self, *given)
+    def stepping(self, optimizer, complete, reduced):
+        events.append(f"step {len(complete)}")
+        return step(self, optimizer, complete, reduced)
 
     monkeypatch.setattr(Reduces, "_land", landing)
     monkeypatch.setattr(LocalStep, "step_early", stepping)
@@ -370,6 +370,6 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
             model(torch.randn(4, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    during = ["reduce", "reduce", "reduce", "step", "reduce", "step"]
-    at_its_end = ["step", "step", "reduce", "step", "reduce", "step"]  # two reduces are in flight
+    during = ["reduce", "reduce", "reduce", "step 1", "reduce", "step 1"]
+    at_its_end = ["step 2", "reduce", "step 1", "reduce", "step 1"]  # two reduces are in flight
     assert events == during + at_its_end

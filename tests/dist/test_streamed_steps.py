@@ -335,7 +335,7 @@ def _broken(rank, world):
         gradients = []
         for is_broken in (False, True):
             for each in (group.gradients for block in model.blocks for group in unit_of(block).groups):
-                patch.setattr(each, "on_final", lambda reduced: None)
+                patch.setattr(each, "on_final", lambda complete, reduced: None)
             if is_broken:
                 model.embed.register_full_backward_pre_hook(_fail)
             with pytest.raises(KeyError) if is_broken else nullcontext():

@@ -344,7 +344,7 @@ class Gradients:
             ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
             # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
             if is_last and not (finished or asked or self.main_grads.open):
-                reduction.on_final = self.on_final
+                reduction.on_final, reduction.of = self.on_final, self
             if self.home.host and fresh and reduction.on_final is not None:
                 bring = functools.partial(self.home.bring, target, DONE, lane, main_grad, fresh, factor)
                 reduction.reduced = Reduced(target, factor, self.grad_dtype, bring)

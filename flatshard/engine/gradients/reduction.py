@@ -49,8 +49,9 @@ class Reduced:
         return scaled(part, self.factor, self.dtype)
 
 
-# Steps the parameters of a group, and returns when they can be read; or None, if it has left them to the optimizer.
-OnFinal: TypeAlias = Callable[[Reduced | None], Ticket | None]
+# Steps the parameters of some `Gradients`, and returns when they can be read; or None, if it has left all of them to
+# the optimizer. With `Reduced`, they are of one group in host memory.
+OnFinal: TypeAlias = Callable[[Sequence[Any], Reduced | None], Ticket | None]
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Reduction:
     then: Action = None  # called when it is over
     writes: MainGrads | None = None  # which are its result
     shown: Sequence[int] = ()  # params whose gradients were set when it was launched
-    on_final: OnFinal | None = None  # called when it is over and the gradients are complete
+    on_final: OnFinal | None = None  # called when it is over and the gradients are complete, with ``of``
+    of: Any = None  # the `Gradients` that it reduces
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
     # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
     uses: torch.Tensor | None = None

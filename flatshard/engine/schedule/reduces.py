@@ -10,7 +10,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool, Ticket
-from flatshard.engine.gradients.main_grads import MainGrads
+from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
@@ -28,8 +28,10 @@ class Reduces:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
-        # Groups whose gradients are complete, with what steps them (`in_backward`); and the ends of such steps.
-        self._complete: deque[tuple[MainGrads, Ticket, OnFinal]] = deque()
+        # Gradients that are complete and wait for the step of their parameters (`in_backward`), with their bytes; the
+        # bytes of all of them, and how many may wait; and the ends of such steps.
+        self._complete: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()
+        self._waiting, self._most_waiting = 0, -1
         self.stepped: list[Ticket] = []
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
@@ -70,6 +72,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
+        self._most_waiting = -1
         self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
@@ -173,7 +176,7 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
-        if any(grads is gradients.main_grads for grads, _, _ in self._complete):
+        if any(complete is gradients for complete, *_ in self._complete):
             self._step_complete()  # before it adds to what they read
         if goal is not Goal.UNREDUCED:
             if self._program.announces:
@@ -254,30 +257,40 @@ class Reduces:
                 for other in others:
                     other.show()
         if reduction.reduced is not None:  # of a group in host memory: it is stepped at once, on lanes of its own
-            stepped = None if reduction.on_final is None else reduction.on_final(reduction.reduced)
+            stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
             if stepped is not None:
                 self.stepped.append(stepped)
             else:
                 reduction.reduced.bring().wait()
         elif reduction.on_final is not None:
-            assert reduction.writes is not None
-            self._complete.append((reduction.writes, reduction.ticket, reduction.on_final))
-            groups = [group() for _, group in self._groups]
-            self._step_complete(max(group.gradients.full_bytes for group in groups if group is not None))
+            numbytes = reduction.of.main_grads.live_bytes
+            self._complete.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
+            self._waiting += numbytes
+            if self._most_waiting < 0:
+                groups = [group() for _, group in self._groups]
+                self._most_waiting = max(group.gradients.full_bytes for group in groups if group is not None)
+            self._step_complete(self._most_waiting)
 
     def _step_complete(self, most: int = -1) -> None:
         """Call optimizers for groups with complete gradients, the first one first; those of ``most`` bytes may wait.
 
         So the steps of the last groups run beside the last reduce, when there is nothing else left to compute.
         """
-        left = sum(grads.live_bytes for grads, _, _ in self._complete)
-        while self._complete and left > most:
-            grads, ticket, on_final = self._complete.popleft()
-            left -= grads.live_bytes
+        taken: dict[OnFinal, list[Gradients]] = {}  # one call of an optimizer for all of its groups
+        while self._complete and self._waiting > most:
+            gradients, numbytes, ticket, on_final = self._complete.popleft()
+            self._waiting -= numbytes
             ticket.wait()  # the backward may have been on another stream when it landed
-            stepped = on_final(None)
-            if stepped is not None:
-                self.stepped.append(stepped)
+            taken.setdefault(on_final, []).append(gradients)
+        stepped = [on_final(complete, None) for on_final, complete in taken.items()]
+        self.stepped += [ticket for ticket in stepped if ticket is not None]
+
+    def leave_steps(self) -> None:
+        """Leave what has not been stepped to the optimizers: an exception has interrupted the backward."""
+        self._complete.clear()
+        self._waiting = 0
+        for reduction in self.in_flight:
+            reduction.on_final = None
 
 
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them
