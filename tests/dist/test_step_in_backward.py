@@ -20,7 +20,7 @@ from flatshard import (
 )
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.weights.offload import Home
-from flatshard.optim.local_step import LocalStep
+from flatshard.optim.local_step import STEPPER, LocalStep
 from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
@@ -253,6 +253,42 @@ def _going_on(rank, world, how):
 @pytest.mark.parametrize("how", ["zeros", "model"])
 def test_steps_go_on_after_a_broken_backward(ranks, how):
     ranks(2, _going_on, how)
+
+
+def _written(rank, world):
+    """After an exception in a backward, the next forward does not step weights that were written in place, as DCP does.
+
+    An optimizer that raises in the backward is not called again by that forward either.
+    """
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = list(model.parameters())  # an exception leaves full ones in the modules
+    saved = [local.detach().clone() for local in _locals(parameters)]
+    for failing in ("backward", "optimizer"):
+        with pytest.MonkeyPatch.context() as patch:
+            if failing == "optimizer":
+                patch.setattr(optimizer.__dict__[STEPPER], "early", _fail)
+            hidden = model[0](torch.ones(2, 6))
+            if failing == "backward":
+                hidden.register_hook(_fail)
+            with pytest.raises(KeyError):
+                model[1:](hidden).sum().backward()
+            with torch.no_grad():
+                for local, before in zip(_locals(parameters), saved, strict=True):
+                    local.copy_(before)
+                model(torch.ones(2, 6))
+            assert all(map(torch.equal, _locals(parameters), saved))
+            optimizer.zero_grad()
+
+
+def test_what_is_written_after_a_broken_backward_is_not_stepped(ranks):
+    ranks(2, _written)
 
 
 class Paths(nn.Module):

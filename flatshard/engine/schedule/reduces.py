@@ -217,6 +217,12 @@ class Reduces:
         self.land()
         self._ask()
 
+    def drop_steps(self) -> None:
+        """Leave steps that have not begun to the optimizer: weights may have been written since."""
+        self._complete.clear()
+        for reduction in self.in_flight:
+            reduction.on_final = None
+
     def _ask(self) -> None:
         asking, self._asking = self._asking, []
         for ask in asking:

@@ -238,8 +238,7 @@ class Root:
     def recover(self) -> None:
         """Drop the running pass, which an exception interrupted. Gradients of earlier micro-batches are kept."""
         broken = self.program.running is Pass.BACKWARD
-        for reduction in self.reduces.in_flight:
-            reduction.on_final = None
+        self.reduces.drop_steps()
         self.reduces.join()
         for unit in self.units:
             unit.recover(broken)
