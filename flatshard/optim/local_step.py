@@ -290,9 +290,11 @@ class LocalStep:
         groups = {each.group() for each in self._flat_params}
         if not self.flat_state and any(group is not None and group.gradients.main_grads.is_apart for group in groups):
             torch.cuda.empty_cache()  # else the state, which is about to be made, splits what the next forward needs
+        streamed = {each.group() for each in self._flat_params if each.is_streamed}
         for group in groups if self.early is not None else ():
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
                 group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
+                group.gradients.is_streamed = group in streamed
 
     def _streams(self, home: Home, options: dict[str, Any]) -> bool:
         """Whether parameters are stepped on the device with state, or also weights, from host memory."""

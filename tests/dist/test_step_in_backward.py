@@ -380,8 +380,16 @@ def test_only_elementwise_optimizers():
         fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), in_backward="yes")
 
 
-def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
-    """Shards of two layers take as much as a reduce, so the steps of two layers are put off until the last reduce."""
+DURING = ["reduce", "reduce", "reduce", "step", "reduce", "step"]
+AT_ITS_END = ["step", "step", "reduce", "step", "reduce", "step"]  # two reduces are in flight
+
+
+@pytest.mark.parametrize("kind", ["plain", "beside a large frozen layer", "offload_state", "offload, micro-batches"])
+def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch, kind):
+    """Shards of two layers take as much as a reduce, so the steps of two layers are put off until the last reduce.
+
+    Steps that copy state or weights are not put off, so that the copies run beside the backward.
+    """
     events = []
     land, step = Reduces._land, LocalStep.step_early
 
@@ -395,17 +403,26 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
 
     monkeypatch.setattr(Reduces, "_land", landing)
     monkeypatch.setattr(LocalStep, "step_early", stepping)
+    choices = {}
+    if kind == "offload, micro-batches":
+        monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
+        choices = {"offload_policy": CPUOffloadPolicy()}
     with rehearse(2):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+        if kind == "beside a large frozen layer":
+            model.append(nn.Linear(32, 1000).requires_grad_(False))
         for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+            fully_shard(layer, **choices)
+        fully_shard(model, **choices)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        fully_shard_optimizer(optimizer, in_backward=True, offload_state=True if kind == "offload_state" else None)
         for _ in range(2):
-            events.clear()
-            model(torch.randn(4, 32)).sum().backward()
+            for last in (False, True) if kind == "offload, micro-batches" else (True,):
+                with microbatch(model, is_first=not last or not choices, is_last=last):
+                    loss = model(torch.randn(4, 32)).sum()
+                    events.clear()
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    during = ["reduce", "reduce", "reduce", "step", "reduce", "step"]
-    at_its_end = ["step", "step", "reduce", "step", "reduce", "step"]  # two reduces are in flight
-    assert events == during + at_its_end
+    assert events == (["reduce", "step"] * 6 if "offload" in kind else DURING + AT_ITS_END)

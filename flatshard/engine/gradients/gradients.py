@@ -45,6 +45,7 @@ class Gradients:
     """
 
     on_final: OnFinal | None = None  # called when they are all there, of the last micro-batch
+    is_streamed = False  # it copies state, or weights, on lanes of its own
 
     def __init__(
         self,
@@ -344,7 +345,7 @@ class Gradients:
             ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
             # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
             if is_last and not (finished or asked or self.main_grads.open):
-                reduction.on_final = self.on_final
+                reduction.on_final, reduction.is_streamed = self.on_final, self.is_streamed
             if self.home.host and fresh and reduction.on_final is not None:
                 bring = functools.partial(self.home.bring, target, DONE, lane, main_grad, fresh, factor)
                 reduction.reduced = Reduced(target, factor, self.grad_dtype, bring)

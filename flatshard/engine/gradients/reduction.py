@@ -67,6 +67,7 @@ class Reduction:
     writes: MainGrads | None = None  # which are its result
     shown: Sequence[int] = ()  # params whose gradients were set when it was launched
     on_final: OnFinal | None = None  # called when it is over and the gradients are complete
+    is_streamed = False  # `on_final` copies state, or weights, on lanes of its own, best beside the backward
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
     # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
     uses: torch.Tensor | None = None

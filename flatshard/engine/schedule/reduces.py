@@ -31,6 +31,7 @@ class Reduces:
         # Groups whose gradients are complete, with what steps them (`in_backward`); and the ends of such steps.
         self._complete: deque[tuple[MainGrads, Ticket, OnFinal]] = deque()
         self.stepped: list[Ticket] = []
+        self._largest: int | None = None  # bytes of the largest reduce, once this backward has asked for them
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -70,6 +71,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
+        self._largest = None
         self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
@@ -268,8 +270,13 @@ class Reduces:
         elif reduction.on_final is not None:
             assert reduction.writes is not None
             self._complete.append((reduction.writes, reduction.ticket, reduction.on_final))
-            groups = [group() for _, group in self._groups]
-            self._step_complete(max(group.gradients.full_bytes for group in groups if group is not None))
+            self._step_complete(-1 if reduction.is_streamed else self._largest_reduce())
+
+    def _largest_reduce(self) -> int:
+        if self._largest is None:
+            reduced = (group.gradients for _, of in self._groups if (group := of()) and group.gradients.expected)
+            self._largest = max((gradients.full_bytes for gradients in reduced), default=0)
+        return self._largest
 
     def _step_complete(self, most: int = -1) -> None:
         """Call optimizers for groups with complete gradients, the first one first; those of ``most`` bytes may wait.
