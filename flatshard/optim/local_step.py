@@ -26,6 +26,7 @@ from flatshard.optim.split_step import SplitStep
 from flatshard.optim.streaming import StreamedStep, state_home
 
 STEPPER = "_flatshard_stepper"  # on an optimizer, what steps it
+_takeovers = 0
 
 
 class LocalStep:
@@ -293,6 +294,7 @@ class LocalStep:
         streamed = {each.group() for each in self._flat_params if each.is_streamed}
         for group in groups if self.early is not None else ():
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
+                _note_takeover(optimizer, group)
                 group.gradients.on_final = functools.partial(_step_early, weakref.ref(optimizer), weakref.ref(group))
                 group.gradients.is_streamed = group in streamed
 
@@ -320,6 +322,17 @@ def _step_early(
     if of is not None:
         of.gradients.on_final = None
     return None
+
+
+def takeovers() -> int:
+    """A number that changes when backwards begin to step parameters for another optimizer, or for a first one."""
+    return _takeovers
+
+
+def _note_takeover(optimizer: Optimizer, group: ParamGroup) -> None:
+    global _takeovers
+    on_final: Any = group.gradients.on_final
+    _takeovers += on_final is None or on_final.args[0]() is not optimizer
 
 
 def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:

@@ -24,7 +24,7 @@ from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOpt
 from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, wrap_scalars
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, takeovers, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -486,7 +486,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
     join_reduces()
-    now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
+    now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
         _refuse_stepped(optimizer)

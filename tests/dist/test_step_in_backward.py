@@ -169,6 +169,8 @@ def _replaced(rank, world):
         optimizer.step()
         optimizer.zero_grad()
     assert all(map(torch.equal, before, _locals(model.parameters())))
+    with pytest.raises(RuntimeError, match="stepped by the backward, for another optimizer"):  # it did step before
+        old.step()
 
 
 def test_an_optimizer_that_was_replaced_steps_nothing(ranks):
