@@ -336,9 +336,13 @@ def _note_takeover(optimizer: Optimizer, group: ParamGroup) -> None:
 
 
 def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
-    """Parameters of an optimizer that backwards step for another one that has them too, and their groups."""
+    """Parameters of an optimizer that backwards step for another one that has them too, and their groups.
+
+    Not for one that it wraps, such as those of a `CombinedOptimizer`: they have the same dicts as parameter groups.
+    """
     found, held = [], dict[Optimizer, set[int]]()
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    listed = [(each, parameter) for each in optimizer.param_groups for parameter in each["params"]]
+    for options, parameter in listed:
         group = group_of(parameter)
         on_final: Any = None if group is None else group.gradients.on_final
         other = None if on_final is None else on_final.args[0]()
@@ -346,7 +350,8 @@ def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGr
             continue
         if other not in held:
             held[other] = {number for numbers in _ids(other) for number in numbers}
-        if id(parameter) in held[other]:
+            held[other].update(map(id, other.param_groups))
+        if id(parameter) in held[other] and id(options) not in held[other]:
             found.append((parameter, group))
     return found
 

@@ -20,6 +20,7 @@ from flatshard import (
 )
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.weights.offload import Home
+from flatshard.optim import CombinedOptimizer
 from flatshard.optim.local_step import STEPPER, LocalStep
 from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net
@@ -175,6 +176,21 @@ def _replaced(rank, world):
 
 def test_an_optimizer_that_was_replaced_steps_nothing(ranks):
     ranks(2, _replaced)
+
+
+def _combined(rank, world):
+    """An optimizer that wraps one whose parameters backwards step may step, also after it has been checked again."""
+    model, optimizer, tokens = _two_steps(rank, world)
+    combined = CombinedOptimizer([optimizer])
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        combined.step()
+        combined.zero_grad()
+        fully_shard(nn.Linear(4, 4))  # so that parameters may have been replaced
+
+
+def test_an_optimizer_in_a_combined_one(ranks):
+    ranks(2, _combined)
 
 
 def _restored(rank, world):
