@@ -331,8 +331,14 @@ def takeovers() -> int:
 
 def _note_takeover(optimizer: Optimizer, group: ParamGroup) -> None:
     global _takeovers
-    on_final: Any = group.gradients.on_final
-    _takeovers += on_final is None or on_final.args[0]() is not optimizer
+    _takeovers += stepped_for(group) is not optimizer
+
+
+def stepped_for(group: ParamGroup | None) -> Optimizer | None:
+    """The optimizer for which backwards step the parameters of a group, while it exists."""
+    on_final: Any = None if group is None else group.gradients.on_final
+    found: Optimizer | None = None if on_final is None else on_final.args[0]()
+    return found
 
 
 def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
@@ -344,8 +350,7 @@ def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGr
     listed = [(each, parameter) for each in optimizer.param_groups for parameter in each["params"]]
     for options, parameter in listed:
         group = group_of(parameter)
-        on_final: Any = None if group is None else group.gradients.on_final
-        other = None if on_final is None else on_final.args[0]()
+        other = stepped_for(group)
         if group is None or other is None or other is optimizer:
             continue
         if other not in held:

@@ -148,6 +148,9 @@ def _another(rank, world):
     loss_of(model, tokens).backward()
     grads = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), grads.norm())
+    model, optimizer, tokens = _two_steps(rank, world)
+    del optimizer
+    clip_grad_norm_(model.parameters(), 1e9)  # also before a backward, or if one leaves out some units
 
 
 def test_clipping_after_such_an_optimizer(ranks):
