@@ -152,8 +152,9 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, also while units are unsharded, for example between a forward and its backward.
 
-        It also drops unreduced gradients of earlier micro-batches, which `Optimizer.zero_grad` cannot do, and frees the
-        memory of gradients at once, which `Optimizer.zero_grad` leaves to the next forward.
+        It also drops unreduced gradients of earlier micro-batches, which `Optimizer.zero_grad` cannot do. It frees the
+        memory of gradients at once, which a plain optimizer's `zero_grad` leaves to the next forward; if steps have
+        several backwards, the memory is kept for the next step.
         """
         assert isinstance(self, nn.Module)
         if not set_to_none:
