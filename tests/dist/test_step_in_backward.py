@@ -277,9 +277,10 @@ def test_steps_go_on_after_a_broken_backward(ranks, how):
 
 
 def _written(rank, world):
-    """After an exception in a backward, the next forward does not step weights that were written in place, as DCP does.
+    """After an exception in a backward, nothing steps weights that are written in place, as DCP does.
 
-    An optimizer that raises in the backward is not called again by that forward either.
+    The next forward does not, and reading gradients does not, which waits for an earlier micro-batch. Neither calls an
+    optimizer again that has raised in the backward.
     """
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
     for module in (*model, model):
@@ -291,18 +292,23 @@ def _written(rank, world):
         optimizer.zero_grad()
     parameters = list(model.parameters())  # an exception leaves full ones in the modules
     saved = [local.detach().clone() for local in _locals(parameters)]
-    for failing in ("backward", "optimizer"):
+    for failing in ("backward", "optimizer", "last micro-batch"):
+        if failing == "last micro-batch":
+            with microbatch(model, is_last=False):
+                model(torch.ones(2, 6)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
             if failing == "optimizer":
                 patch.setattr(optimizer.__dict__[STEPPER], "early", _fail)
             hidden = model[0](torch.ones(2, 6))
-            if failing == "backward":
+            if failing != "optimizer":
                 hidden.register_hook(_fail)
             with pytest.raises(KeyError):
                 model[1:](hidden).sum().backward()
             with torch.no_grad():
                 for local, before in zip(_locals(parameters), saved, strict=True):
                     local.copy_(before)
+                seen = [parameter.grad for parameter in parameters]
+                assert any(grad is not None for grad in seen)
                 model(torch.ones(2, 6))
             assert all(map(torch.equal, _locals(parameters), saved))
             optimizer.zero_grad()

@@ -303,5 +303,8 @@ def join_reduces() -> None:
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):
+        root = reduces._root()
+        if root is not None and root.is_broken:  # after an earlier micro-batch that was not waited for
+            reduces.drop_steps()
         reduces.join()
     _unjoined.clear()
