@@ -152,8 +152,9 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module, also while units are unsharded, for example between a forward and its backward.
 
-        It also drops unreduced gradients of earlier micro-batches and frees the memory of gradients at once, as does
-        `zero_grad` after `fully_shard_optimizer`. With other optimizers, the former stay, and the next forward frees.
+        It also drops unreduced gradients of earlier micro-batches, and frees the memory of gradients at once, unless
+        steps have several backwards. `zero_grad` after `fully_shard_optimizer` does the same. With other optimizers,
+        unreduced gradients stay, and the next forward frees the memory.
         """
         assert isinstance(self, nn.Module)
         if not set_to_none:

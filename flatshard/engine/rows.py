@@ -236,6 +236,10 @@ class RowGradients(Gradients):
         return [self._by_rows, *others]
 
     @property
+    def full_bytes(self) -> int:
+        return super().full_bytes if self.counts_unused else 0  # else rows are sent, and the batch says how many
+
+    @property
     def what(self) -> str:
         return "reduce" if self.counts_unused else f"reduce {len(self._kept) + len(self.came)} look-ups of"
 

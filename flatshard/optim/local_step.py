@@ -27,6 +27,7 @@ from flatshard.optim.split_step import SplitStep
 from flatshard.optim.streaming import StreamedStep, state_home
 
 STEPPER = "_flatshard_stepper"  # on an optimizer, what steps it
+_takeovers = 0
 
 
 class LocalStep:
@@ -300,10 +301,12 @@ class LocalStep:
         groups = {each.group() for each in self._flat_params}
         if not self.flat_state and any(group is not None and group.gradients.main_grads.is_apart for group in groups):
             torch.cuda.empty_cache()  # else the state, which is about to be made, splits what the next forward needs
+        streamed = {each.group() for each in self._flat_params if each.is_streamed}
         on_final = functools.partial(_step_early, weakref.ref(optimizer))
         for group in groups if self.early is not None else ():
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
-                group.gradients.on_final = on_final
+                _note_takeover(optimizer, group)
+                group.gradients.on_final, group.gradients.is_streamed = on_final, group in streamed
 
     def _streams(self, home: Home, options: dict[str, Any]) -> bool:
         """Whether parameters are stepped on the device with state, or also weights, from host memory."""
@@ -331,18 +334,39 @@ def _step_early(
     return stepper.step_early(known, complete, reduced)
 
 
+def takeovers() -> int:
+    """A number that changes when backwards begin to step parameters for another optimizer, or for a first one."""
+    return _takeovers
+
+
+def _note_takeover(optimizer: Optimizer, group: ParamGroup) -> None:
+    global _takeovers
+    _takeovers += stepped_for(group) is not optimizer
+
+
+def stepped_for(group: ParamGroup | None) -> Optimizer | None:
+    """The optimizer for which backwards step the parameters of a group, while it exists."""
+    on_final: Any = None if group is None else group.gradients.on_final
+    found: Optimizer | None = None if on_final is None else on_final.args[0]()
+    return found
+
+
 def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
-    """Parameters of an optimizer that backwards step for another one that has them too, and their groups."""
+    """Parameters of an optimizer that backwards step for another one that has them too, and their groups.
+
+    Not for one that it wraps, such as those of a `CombinedOptimizer`: they have the same dicts as parameter groups.
+    """
     found, held = [], dict[Optimizer, set[int]]()
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    listed = [(each, parameter) for each in optimizer.param_groups for parameter in each["params"]]
+    for options, parameter in listed:
         group = group_of(parameter)
-        on_final: Any = None if group is None else group.gradients.on_final
-        other = None if on_final is None else on_final.args[0]()
+        other = stepped_for(group)
         if group is None or other is None or other is optimizer:
             continue
         if other not in held:
             held[other] = {number for numbers in _ids(other) for number in numbers}
-        if id(parameter) in held[other]:
+            held[other].update(map(id, other.param_groups))
+        if id(parameter) in held[other] and id(options) not in held[other]:
             found.append((parameter, group))
     return found
 

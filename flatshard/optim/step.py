@@ -24,7 +24,7 @@ from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOpt
 from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, wrap_scalars
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, takeovers, wrap_scalars
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -83,14 +83,13 @@ def fully_shard_optimizer(
     Gradients whose dtype is not that of the main weights (``MixedPrecisionPolicy(grad_dtype=...)``) are cast for the
     step; with ``precision_aware=True`` the optimizer is given them as they are.
 
-    ``in_backward``: from the second step on, backwards step the parameters of a unit as soon as their gradients are
-    complete, and free them, while the rest of the backward goes on. Steps are put off as long as the gradients that
-    wait take no more memory than the largest reduce: so the last ones run beside the last reduce. ``step`` then
-    does what is left. The weights are the same to the last bit. There is one backward per step that reduces
-    gradients all the way (`microbatch`), hyperparameters are set before it, and gradients cannot be clipped or
-    scaled between the two. For torch's elementwise optimizers and `AdamW8bit`. Units under `CPUOffloadPolicy` are
-    stepped on the device then: gradients stay there, and main weights and state are copied to the device and back,
-    in pieces.
+    ``in_backward``: from the second step on, backwards step the parameters of a unit once their gradients are complete,
+    and free these gradients. Steps are put off as long as the gradients that wait take no more memory than the input of
+    the largest reduce, so that the last ones run beside the last reduce. ``step`` then does what is left. The weights
+    are the same to the last bit. There is one backward per step that reduces gradients all the way (`microbatch`),
+    hyperparameters are set before it, and gradients cannot be clipped or scaled between the two. For torch's
+    elementwise optimizers and `AdamW8bit`. Units under `CPUOffloadPolicy` are stepped on the device then: gradients
+    stay there, and main weights and state are copied to the device and back, in pieces.
 
     ``offload_state``: state is in host memory, pinned if there is an accelerator, and is copied to the device and back
     for a step, in pieces. For the same optimizers. Default: only under `CPUOffloadPolicy`, and not if the optimizer has
@@ -501,7 +500,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
     join_reduces()
-    now = (generation(), sum(len(group["params"]) for group in optimizer.param_groups))
+    now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)
         _refuse_stepped(optimizer)

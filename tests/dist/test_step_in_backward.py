@@ -20,7 +20,8 @@ from flatshard import (
 )
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.weights.offload import Home
-from flatshard.optim.local_step import LocalStep
+from flatshard.optim import CombinedOptimizer
+from flatshard.optim.local_step import STEPPER, LocalStep
 from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
@@ -147,6 +148,9 @@ def _another(rank, world):
     loss_of(model, tokens).backward()
     grads = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), grads.norm())
+    model, optimizer, tokens = _two_steps(rank, world)
+    del optimizer
+    clip_grad_norm_(model.parameters(), 1e9)  # also before a backward, or if one leaves out some units
 
 
 def test_clipping_after_such_an_optimizer(ranks):
@@ -169,10 +173,27 @@ def _replaced(rank, world):
         optimizer.step()
         optimizer.zero_grad()
     assert all(map(torch.equal, before, _locals(model.parameters())))
+    with pytest.raises(RuntimeError, match="stepped by the backward, for another optimizer"):  # it did step before
+        old.step()
 
 
 def test_an_optimizer_that_was_replaced_steps_nothing(ranks):
     ranks(2, _replaced)
+
+
+def _combined(rank, world):
+    """An optimizer that wraps one whose parameters backwards step may step, also after it has been checked again."""
+    model, optimizer, tokens = _two_steps(rank, world)
+    combined = CombinedOptimizer([optimizer])
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        combined.step()
+        combined.zero_grad()
+        fully_shard(nn.Linear(4, 4))  # so that parameters may have been replaced
+
+
+def test_an_optimizer_in_a_combined_one(ranks):
+    ranks(2, _combined)
 
 
 def _restored(rank, world):
@@ -253,6 +274,48 @@ def _going_on(rank, world, how):
 @pytest.mark.parametrize("how", ["zeros", "model"])
 def test_steps_go_on_after_a_broken_backward(ranks, how):
     ranks(2, _going_on, how)
+
+
+def _written(rank, world):
+    """After an exception in a backward, nothing steps weights that are written in place, as DCP does.
+
+    The next forward does not, and reading gradients does not, which waits for an earlier micro-batch. Neither calls an
+    optimizer again that has raised in the backward.
+    """
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)))
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = list(model.parameters())  # an exception leaves full ones in the modules
+    saved = [local.detach().clone() for local in _locals(parameters)]
+    for failing in ("backward", "optimizer", "last micro-batch"):
+        if failing == "last micro-batch":
+            with microbatch(model, is_last=False):
+                model(torch.ones(2, 6)).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            if failing == "optimizer":
+                patch.setattr(optimizer.__dict__[STEPPER], "early", _fail)
+            hidden = model[0](torch.ones(2, 6))
+            if failing != "optimizer":
+                hidden.register_hook(_fail)
+            with pytest.raises(KeyError):
+                model[1:](hidden).sum().backward()
+            with torch.no_grad():
+                for local, before in zip(_locals(parameters), saved, strict=True):
+                    local.copy_(before)
+                seen = [parameter.grad for parameter in parameters]
+                assert any(grad is not None for grad in seen)
+                model(torch.ones(2, 6))
+            assert all(map(torch.equal, _locals(parameters), saved))
+            optimizer.zero_grad()
+
+
+def test_what_is_written_after_a_broken_backward_is_not_stepped(ranks):
+    ranks(2, _written)
 
 
 class Paths(nn.Module):
@@ -344,8 +407,16 @@ def test_only_elementwise_optimizers():
         fully_shard_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), in_backward="yes")
 
 
-def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
-    """Shards of two layers take as much as a reduce, so the steps of two layers are put off until the last reduce."""
+DURING = ["reduce", "reduce", "reduce", "step 1", "reduce", "step 1"]
+AT_ITS_END = ["step 2", "reduce", "step 1", "reduce", "step 1"]  # two reduces are in flight
+
+
+@pytest.mark.parametrize("kind", ["plain", "beside a large frozen layer", "offload_state", "offload, micro-batches"])
+def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch, kind):
+    """Shards of two layers take as much as a reduce, so the steps of two layers are put off until the last reduce.
+
+    Steps that copy state or weights are not put off, so that the copies run beside the backward.
+    """
     events = []
     land, step = Reduces._land, LocalStep.step_early
 
@@ -359,17 +430,26 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch):
 
     monkeypatch.setattr(Reduces, "_land", landing)
     monkeypatch.setattr(LocalStep, "step_early", stepping)
+    choices = {}
+    if kind == "offload, micro-batches":
+        monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: cls(device, True, False)))
+        choices = {"offload_policy": CPUOffloadPolicy()}
     with rehearse(2):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(6)))
+        if kind == "beside a large frozen layer":
+            model.append(nn.Linear(32, 1000).requires_grad_(False))
         for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), in_backward=True)
+            fully_shard(layer, **choices)
+        fully_shard(model, **choices)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        fully_shard_optimizer(optimizer, in_backward=True, offload_state=True if kind == "offload_state" else None)
         for _ in range(2):
-            events.clear()
-            model(torch.randn(4, 32)).sum().backward()
+            for last in (False, True) if kind == "offload, micro-batches" else (True,):
+                with microbatch(model, is_first=not last or not choices, is_last=last):
+                    loss = model(torch.randn(4, 32)).sum()
+                    events.clear()
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    during = ["reduce", "reduce", "reduce", "step 1", "reduce", "step 1"]
-    at_its_end = ["step 2", "reduce", "step 1", "reduce", "step 1"]  # two reduces are in flight
-    assert events == during + at_its_end
+    assert events == (["reduce", "step 1"] * 6 if "offload" in kind else DURING + AT_ITS_END)

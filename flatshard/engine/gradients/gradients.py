@@ -45,6 +45,7 @@ class Gradients:
     """
 
     on_final: OnFinal | None = None  # called when they are all there, of the last micro-batch
+    is_streamed = False  # it copies state, or weights, on lanes of its own
 
     def __init__(
         self,

@@ -266,10 +266,15 @@ class Reduces:
             numbytes = reduction.of.main_grads.live_bytes
             self._complete.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
             self._waiting += numbytes
-            if self._most_waiting < 0:
-                groups = [group() for _, group in self._groups]
-                self._most_waiting = max(group.gradients.full_bytes for group in groups if group is not None)
-            self._step_complete(self._most_waiting)
+            # Copies of state or weights, on lanes of their own, are best beside the backward.
+            self._step_complete(-1 if reduction.of.is_streamed else self._largest_reduce())
+
+    def _largest_reduce(self) -> int:
+        """In bytes. It is sought once per backward."""
+        if self._most_waiting < 0:
+            reduced = (group.gradients for _, of in self._groups if (group := of()) and group.gradients.expected)
+            self._most_waiting = max((gradients.full_bytes for gradients in reduced), default=0)
+        return self._most_waiting
 
     def _step_complete(self, most: int = -1) -> None:
         """Call optimizers for groups with complete gradients, the first one first; those of ``most`` bytes may wait.
@@ -286,7 +291,7 @@ class Reduces:
         self.stepped += [ticket for ticket in stepped if ticket is not None]
 
     def leave_steps(self) -> None:
-        """Leave what has not been stepped to the optimizers: an exception has interrupted the backward."""
+        """Leave steps that have not begun to the optimizers: weights may have been written since an exception."""
         self._complete.clear()
         self._waiting = 0
         for reduction in self.in_flight:
@@ -303,5 +308,8 @@ def join_reduces() -> None:
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):
+        root = reduces._root()
+        if root is not None and root.is_broken:  # after an earlier micro-batch that was not waited for
+            reduces.leave_steps()
         reduces.join()
     _unjoined.clear()

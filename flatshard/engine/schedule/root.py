@@ -245,10 +245,14 @@ class Root:
         self._recomputed, self.entry, self._end = None, None, None
         self.program.abandon()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception has interrupted the last backward, and it has not been recovered from."""
+        return self._end is not None and self._end() is None
+
     def give_up_broken(self) -> None:
         """Recover if an exception has interrupted the last pass and it was not noticed."""
-        broken_backward = self._end is not None and self._end() is None
-        if broken_backward or (self._end is None and self.entry is None and self.program.running is not None):
+        if self.is_broken or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
 
     def reset(self) -> None:
