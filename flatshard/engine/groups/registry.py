@@ -72,7 +72,7 @@ def group_of(parameter: torch.Tensor) -> ParamGroup | None:
 
 
 def sharded_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The sharded form of a parameter that its unit has unsharded, which has the gradients; any other as it is."""
+    """The sharded parameter, which has the gradients, of a full one that its unit shows; any other as it is."""
     if OWNER not in parameter.__dict__ or group_of(parameter) is not None:
         return parameter
     found = (param.sharded for group in groups() for param in group.params if param.full is parameter)

@@ -31,7 +31,7 @@ class Reduces:
         # Gradients that are complete and wait for the step of their parameters (`in_backward`), with their bytes; the
         # bytes of all of them, and how many may wait; and the ends of such steps.
         self._complete: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()
-        self._waiting, self._most_waiting = 0, -1
+        self._waiting, self._most_waiting = 0, -1  # -1: not known yet
         self.stepped: list[Ticket] = []
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
@@ -208,7 +208,7 @@ class Reduces:
         """Order the current stream after all reduces, and after the steps of optimizers that they have started."""
         while self.in_flight:
             if len(self.in_flight) == 1:
-                self._step_complete()
+                self._step_complete()  # beside the last reduce
             self._land()
         self._step_complete()
         stepped, self.stepped = self.stepped, []
