@@ -33,6 +33,7 @@ def _raise(rank, world):
     raise KeyError("of this rank")
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_shows_its_traceback_and_is_replaced(interpreters):
     before = interpreters(1, _itself)
     with pytest.raises(RankError, match=r"(?s)rank 0 of 1 raised KeyError.*in _raise"):

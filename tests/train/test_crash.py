@@ -130,7 +130,10 @@ def test_25_kills_under_torchrun(ranks, tmp_path):
     assert {phase for kill in kills for phase in kill["phases"]} >= {"forward", "backward", "step", "save"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+HANGING = pytest.param(signal.SIGSTOP, id="hanging", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, id="killed"), HANGING])
 def test_a_rank_whose_peer_is_gone_says_so_and_ends(ranks, tmp_path, number):
     """Without a launcher that would end it: by the closed connection, or at the time-out."""
     ranks(1, _nothing)

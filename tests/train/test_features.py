@@ -66,6 +66,7 @@ def _large_embedding(rank, world, folder):
     return [name for name, _ in units_below(trainer.model)], trainer.sample()
 
 
+@pytest.mark.full
 def test_a_large_embedding_is_a_unit_and_tokens_beyond_bytes_are_shown(ranks, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 4096}))
