@@ -142,9 +142,9 @@ def measure(case: str, row: str, steps: int, warmup: int = 3) -> dict[str, float
 
 def owned(together: Any) -> tuple[list[tuple[int, ...]], float]:
     """The shapes that this rank owns, and their cost to the mean of all ranks."""
-    side = together.optimizers[0].__dict__["_flatshard_stepper"]
-    costs = {each.name: side.options.cost(each.matrix.shape) for each in side.matrices}
-    mine = [each for each in side.matrices if each.is_mine]
+    stepper = together.optimizers[0].__dict__["_flatshard_stepper"]
+    costs = {each.name: stepper.options.cost(each.matrix.shape) for each in stepper.matrices}
+    mine = [each for each in stepper.matrices if each.is_mine]
     mean = sum(costs.values()) / mine[0].owner_group.size
     return [each.matrix.shape for each in mine], sum(costs[each.name] for each in mine) / mean
 

@@ -58,8 +58,8 @@ def test_memory_is_that_of_a_few_buckets(world):
         optimizer.step()
         torch.cuda.synchronize()
         taken = torch.cuda.max_memory_allocated() - before
-    side = optimizer.__dict__["_flatshard_stepper"]
-    assert len(side.buckets) > 1
+    stepper = optimizer.__dict__["_flatshard_stepper"]
+    assert len(stepper.buckets) > 1
     pair = 8 * rows * columns  # a matrix and its gradient
     assert pair <= taken <= 5.5 * pair + (1 << 20)
 

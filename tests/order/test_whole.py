@@ -22,11 +22,11 @@ def _launches(rank: int, world: int) -> list[tuple[str, int]]:
             give(each, gradients(reference, step))
             optimizer.step()
     assert_equal_bits(model, reference)
-    side = optimizer.__dict__["_flatshard_stepper"]
-    (lane,) = {bucket.lane for bucket in side.buckets}
+    stepper = optimizer.__dict__["_flatshard_stepper"]
+    (lane,) = {bucket.lane for bucket in stepper.buckets}
     found = [operation.name for operation in lane.history]
     optimizer.state_dict()
-    return [found, [(each.name, each.owner) for each in side.matrices]]
+    return [found, [(each.name, each.owner) for each in stepper.matrices]]
 
 
 def test_all_ranks_launch_alike(interpreters):
