@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.models import LLAMA_TINY
 from benchmarks.processes import on_ranks
-from benchmarks.systems import SYSTEMS, Setup
+from benchmarks.systems import Setup, get_system
 
 ORDER = ["ddp", "fsdp2", "flatshard"]
 
@@ -23,7 +23,7 @@ ORDER = ["ddp", "fsdp2", "flatshard"]
 def measure(rank: int, world: int, systems: list[str], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds per step of each system, one figure per step."""
     setup = Setup(LLAMA_TINY, batch=2, seq=128, world=world, device="cpu", dtype=torch.float32)
-    runs = {name: SYSTEMS[name](setup) for name in systems}
+    runs = {name: get_system(name)(setup) for name in systems}
     times: dict[str, list[float]] = {name: [] for name in systems}
     for name in systems:
         for _ in range(2):
@@ -44,8 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    systems = [name for name in ORDER if name in SYSTEMS]
-    times = on_ranks(options.ranks, measure, systems, options.rounds, options.steps)[0]
+    times = on_ranks(options.ranks, measure, ORDER, options.rounds, options.steps)[0]
     medians = {name: statistics.median(values) for name, values in times.items()}
     print(f"{options.ranks} processes, Gloo, {options.rounds} x {options.steps} steps, 1 thread each")
     print(f"{'system':12}{'ms':>8}{'min':>8}{'to fsdp2':>10}{'to ddp':>8}")

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 import flatshard
 from benchmarks.models import LLAMA_TINY, LlamaConfig
 from benchmarks.processes import on_ranks
-from benchmarks.systems import SYSTEMS, Setup, flat
+from benchmarks.systems import Setup, flat, get_system
 from benchmarks.table import timed
 from benchmarks.validate import fit
 from flatshard.rehearsal import Link, Network, rehearse
@@ -47,7 +47,7 @@ MODEL = LlamaConfig(1024, layers=4, heads=16, kv_heads=4, ffn=2816, vocab=4096, 
 SIZES = [1 << power for power in range(10, 27, 2)]  # bytes of the full message: 1 KiB to 64 MiB
 FITTED = 1 << 16  # from this size on a launch counts for the fit: units are far larger
 EAGER = {
-    "fsdp2": SYSTEMS["fsdp2"],
+    "fsdp2": get_system("fsdp2"),
     "flatshard, shared groups": functools.partial(flat, separate_groups=False),
     "flatshard, separate groups": functools.partial(flat, separate_groups=True),
 }
@@ -335,7 +335,7 @@ def steps(rank: int, world: int, folder: str, tokens: int, device: str, budget: 
     link = Link(bandwidth, latency)
     notes.add(at_a_time=rehearsed(setup, Network(link, link, ranks_per_node=world), rank, budget))
     notes.add(at_a_time_free=rehearsed(setup, FREE, rank, budget))
-    notes.add(at_a_time_limit=in_turns({"limit": SYSTEMS["limit"](setup)}, device, budget)["limit"])
+    notes.add(at_a_time_limit=in_turns({"limit": get_system("limit")(setup)}, device, budget)["limit"])
 
 
 def captured(rank: int, world: int, folder: str, tokens: int, device: str, budget: float) -> None:
@@ -353,7 +353,7 @@ def captured(rank: int, world: int, folder: str, tokens: int, device: str, budge
 def alone(document: dict[str, Any], setup: Setup, budget: float, write: Callable[[], None]) -> None:
     """Rehearse in this process, with nobody else on the device."""
     link = Link(document["bandwidth"], document["latency"])
-    document["alone_limit"] = in_turns({"limit": SYSTEMS["limit"](setup)}, setup.device, budget)["limit"]
+    document["alone_limit"] = in_turns({"limit": get_system("limit")(setup)}, setup.device, budget)["limit"]
     write()
     document["alone"] = rehearsed(setup, Network(link, link, ranks_per_node=setup.world), 0, budget)
     write()

@@ -121,12 +121,12 @@ def fsdp2(setup: Setup, optimizer: str = "fused", **units: Any) -> Step:
     return trainer(setup, sharded_model(setup, fully_shard, policy, **units), make=OPTIMIZERS[optimizer])
 
 
-def fsdp2_captured(setup: Setup) -> Step:
+def fsdp2_captured(setup: Setup, **units: Any) -> Step:
     """FSDP2 with forward and backward in one CUDA graph and an eager optimizer step, as torchtitan's trainer has it."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    model = sharded_model(setup, fully_shard, policy)
+    model = sharded_model(setup, fully_shard, policy, **units)
     optimizer, accumulate = adamw(list(model.parameters())), accumulation(setup, model)
     stream, graph, numbers, eager = torch.cuda.Stream(), torch.cuda.CUDAGraph(), itertools.count(), 2
     loss = torch.zeros(())
@@ -323,56 +323,57 @@ def by_megatrons_names(setup: Setup, surface: Any, hybrid: str | None) -> Step:
     return trainer(setup, model, wrap, around if setup.microbatches > 1 else None)
 
 
-SYSTEMS: dict[str, Callable[[Setup], Step]] = {
+BASES: dict[str, Callable[..., Step]] = {
     "limit": limit,
     "ddp": ddp,
     "fsdp2": fsdp2,
-    "fsdp2-finer": functools.partial(fsdp2, finer=True),
-    "fsdp2-captured": fsdp2_captured,
+    "fsdp2-torchao": functools.partial(by_torchao, ours=False),
     "simple-fsdp": simple_fsdp,
     "megatron-fsdp": megatron,
     "flatshard": flat,
     "flatshard-megatron": flat_megatron,
-    "flatshard-captured": lambda setup: flatshard.capture(flat(setup)),
-    "limit-captured": lambda setup: flatshard.capture(limit(setup)),
-    "flatshard-finer": functools.partial(flat, finer=True),
+    "flatshard-torchao": functools.partial(by_torchao, ours=True),
 }
-# One knob of `SchedulePolicy` each (docs/decisions/032-knobs.md).
-SYSTEMS["flatshard-no-prefetch"] = functools.partial(flat, prefetch=False)
-SYSTEMS["flatshard-no-overlap"] = functools.partial(flat, async_reduce=False)
-SYSTEMS["flatshard-one-gathered"] = functools.partial(flat, max_gathered=1)
-SYSTEMS["flatshard-one-reducing"] = functools.partial(flat, max_reducing=1)
-SYSTEMS["flatshard-shared-groups"] = functools.partial(flat, separate_groups=False)
-SYSTEMS["flatshard-in-backward"] = functools.partial(flat, in_backward=True)
-SYSTEMS["flatshard-in-backward-8bit"] = functools.partial(flat, in_backward=True, optimizer="8bit")
-SYSTEMS["flatshard-8bit"] = functools.partial(flat, optimizer="8bit")
-SYSTEMS["flatshard-unfused"] = functools.partial(flat, optimizer="unfused")
-SYSTEMS["fsdp2-unfused"] = functools.partial(fsdp2, optimizer="unfused")
-SYSTEMS["flatshard-offload-state"] = functools.partial(flat, in_backward=True, offload_state=True)
-SYSTEMS["flatshard-in-backward-captured"] = lambda setup: flatshard.capture(flat(setup, in_backward=True))
-SYSTEMS["flatshard-rows-in-backward-captured"] = lambda setup: flatshard.capture(
-    flat(setup, rows=True, in_backward=True)
-)
-SYSTEMS["fsdp2-torchao"] = functools.partial(by_torchao, ours=False)
-SYSTEMS["flatshard-torchao"] = functools.partial(by_torchao, ours=True)
-SYSTEMS["flatshard-rows"] = functools.partial(flat, rows=True)
-SYSTEMS["flatshard-rows-ahead"] = functools.partial(flat, finer=True, rows=True, ahead=AHEAD)
-SYSTEMS["flatshard-rows-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True))
-SYSTEMS["flatshard-rows-finer-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, finer=True))
-SYSTEMS["flatshard-rows-kept-captured"] = lambda setup: flatshard.capture(flat(setup, rows=True, kept=True))
-SYSTEMS["fsdp2-kept"] = functools.partial(fsdp2, kept=True)
-for _hybrid, _strategy in (("hsdp", "no_shard"), ("hfsdp", "optim")):
-    SYSTEMS[f"megatron-fsdp-{_hybrid}"] = functools.partial(megatron, hybrid=_strategy)
-    SYSTEMS[f"flatshard-megatron-{_hybrid}"] = functools.partial(flat_megatron, hybrid=_strategy)
-    SYSTEMS[f"flatshard-{_hybrid}"] = functools.partial(flat, hybrid=_strategy)
-SYSTEMS["fsdp2-hsdp"] = functools.partial(fsdp2, hybrid="no_shard")
-for _name in FORMATS:
-    SYSTEMS[f"flatshard-{_name}-rows"] = functools.partial(flat, formats=_name, rows=True)
-    SYSTEMS[f"flatshard-{_name}-rows-ahead"] = functools.partial(
-        flat, finer=True, formats=_name, rows=True, ahead=AHEAD
-    )
-    SYSTEMS[f"flatshard-{_name}"] = functools.partial(flat, formats=_name)
-    SYSTEMS[f"flatshard-{_name}-finer"] = functools.partial(flat, finer=True, formats=_name)
+# Arguments of these, by what may follow their names.
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"formats": name} for name in FORMATS},
+    "rows": {"rows": True},
+    "finer": {"finer": True},
+    "ahead": {"finer": True, "ahead": AHEAD},
+    "kept": {"kept": True},
+    "hsdp": {"hybrid": "no_shard"},
+    "hfsdp": {"hybrid": "optim"},
+    "in-backward": {"in_backward": True},
+    "offload-state": {"in_backward": True, "offload_state": True},
+    "8bit": {"optimizer": "8bit"},
+    "unfused": {"optimizer": "unfused"},
+    # one knob of `SchedulePolicy` each (docs/decisions/032-knobs.md)
+    "no-prefetch": {"prefetch": False},
+    "no-overlap": {"async_reduce": False},
+    "one-gathered": {"max_gathered": 1},
+    "one-reducing": {"max_reducing": 1},
+    "shared-groups": {"separate_groups": False},
+}
+CAPTURED = "-captured"
+
+
+def get_system(name: str) -> Callable[[Setup], Step]:
+    """A builder by name: one of `BASES`, any of `OPTIONS` that it takes, perhaps `CAPTURED`, with hyphens between."""
+    rest = name.removesuffix(CAPTURED) + "-"
+    base = max((each for each in BASES if rest.startswith(f"{each}-")), key=len, default="")
+    rest, chosen = rest[len(base) :], dict[str, Any]()
+    while base and rest != "-":
+        option = max((each for each in OPTIONS if rest.startswith(f"-{each}-")), key=len, default="")
+        if not option:
+            break
+        rest, chosen = rest[len(option) + 1 :], chosen | OPTIONS[option]
+    if rest != "-":
+        raise ValueError(f"no system is called {name}; names are put together from {[*BASES]}, {[*OPTIONS]}, captured")
+    if not name.endswith(CAPTURED):
+        return functools.partial(BASES[base], **chosen)
+    if base == "fsdp2":
+        return functools.partial(fsdp2_captured, **chosen)
+    return lambda setup: flatshard.capture(BASES[base](setup, **chosen))
 
 
 def on_meta(setup: Setup) -> Llama:

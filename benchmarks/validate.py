@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.models import LLAMA_TINY
 from benchmarks.processes import on_ranks
-from benchmarks.systems import SYSTEMS, Setup
+from benchmarks.systems import Setup, get_system
 from flatshard.rehearsal import Link, Network, rehearse
 from flatshard.rehearsal.network import wire_bytes
 
@@ -65,7 +65,7 @@ def fit(samples: list[tuple[float, float]]) -> Link:
 def train(rank: int, world: int, system: str, steps: int) -> list[float]:
     """Seconds of each step after three of warm-up."""
     setup = Setup(LLAMA_TINY, batch=2, seq=128, world=world, device="cpu", dtype=torch.float32)
-    step = SYSTEMS[system](setup)
+    step = get_system(system)(setup)
     marks = []
     for _ in range(steps + 3):
         step()

@@ -11,7 +11,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import get_system
 from benchmarks.table import CASES, NETWORK
 from flatshard._recording import recording
 from flatshard.rehearsal import rehearse
@@ -24,7 +24,7 @@ def record(case: str, path: Path) -> None:
     setup = CASES[case]
     tokens = setup.microbatches * setup.batch * setup.seq
     with recording() as recorded, rehearse(setup.world, NETWORK) as rehearsal:
-        step = SYSTEMS["flatshard"](setup)
+        step = get_system("flatshard")(setup)
         for _ in range(8):
             step()
             rehearsal.mark_step(tokens, tokens * setup.model.flops_per_token(setup.seq))

@@ -8,7 +8,7 @@ import torch
 from benchmarks import convergence, direct_wgrads, growth, turns, whole
 from benchmarks.models import LLAMA_1B, LLAMA_8B, LLAMA_TINY, Llama
 from benchmarks.moe import MOE_TINY, QWEN_MOE, mixture
-from benchmarks.systems import FORMATS, SYSTEMS
+from benchmarks.systems import AHEAD, BASES, FORMATS, OPTIONS, get_system
 from benchmarks.table import CASES, describe, measure
 from flatshard import _torch
 
@@ -46,11 +46,9 @@ def test_later_tokens_change_no_earlier_logits():
 @pytest.mark.parametrize(
     "system",
     [
-        name
-        for name in SYSTEMS
-        if not name.startswith(("megatron-fsdp", "simple-fsdp"))
-        and not name.endswith(("captured", "torchao", "hsdp", "hfsdp"))  # CUDA, several nodes, or what is not here
-        and not any(name.startswith(f"flatshard-{formats}") for formats in FORMATS)
+        *(base for base in BASES if base not in ("megatron-fsdp", "simple-fsdp") and "torchao" not in base),
+        *(f"flatshard-{option}" for option in OPTIONS if option not in ("hsdp", "hfsdp", *FORMATS)),
+        *("flatshard-rows-ahead", "flatshard-in-backward-8bit", "fsdp2-kept", "fsdp2-finer", "fsdp2-unfused"),
     ],
 )
 def test_every_system_is_measured(system, little_work):
@@ -198,3 +196,19 @@ def test_systems_in_turns_are_compared_round_by_round(little_work):
     assert rows["one"] == {"ms": 3.0, "min_ms": 1.0, "ratio": 1.0, "error": 0.0}
     assert rows["other"] == {"ms": 3.5, "min_ms": 2.0, "ratio": 1.25, "error": pytest.approx(0.25)}  # 1.5 and 1
     assert "other" in turns.describe(rows)
+
+
+@pytest.mark.parametrize("name", ["flatshard-", "flatshard-row", "rows", "fsdp2-captured-rows", "flatshard--rows"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match="no system is called"):
+        get_system(name)
+
+
+def test_names_are_put_together():
+    assert get_system("flatshard-int8-gathers-rows-ahead").keywords == {
+        "formats": "int8-gathers",
+        "rows": True,
+        "finer": True,
+        "ahead": AHEAD,
+    }
+    assert get_system("flatshard-megatron-hfsdp").keywords == {"hybrid": "optim"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks import plan as by_plan
 from benchmarks.moe import MOE_TINY, mixture
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import get_system
 from benchmarks.table import CASES, NETWORK
 from flatshard import shard_model
 from flatshard.cli import main
@@ -473,7 +473,7 @@ def test_experts_apart_send_what_the_plan_says():
     config, tokens = setup.model, setup.batch * setup.seq
     formula = memory_of(by_plan.shapes_of(setup), by_plan.choice_of(setup))
     with rehearse(setup.world, NETWORK) as rehearsal:
-        step = SYSTEMS["flatshard"](setup)
+        step = get_system("flatshard")(setup)
         for _ in range(2):
             step()
         before = rehearsal.medium.traffic.snapshot()
