@@ -79,8 +79,8 @@ def holding(num_shards: int, mesh_shape: Sequence[int], coordinate: Sequence[int
             continue
         if open_axis > axis:
             raise ValueError(
-                f"axis {axis} of mesh {tuple(mesh_shape)} is sharded but the later axis {open_axis} is not; shard the "
-                "last axes first"
+                f"Flat placements must be a suffix: axis {axis} of mesh {tuple(mesh_shape)} is sharded, and the later "
+                f"axis {open_axis} is not; shard the last axes first"
             )
         if count % mesh_shape[axis]:
             raise ValueError(
