@@ -236,11 +236,8 @@ def test_a_command_parses(arguments, tmp_path, monkeypatch):
 
 
 def _pages_with_commands() -> list[Any]:
-    """Those of one page run with every `make test`: a training by torchrun, and no more than that."""
     typed = [page for page in PAGES if any(kind == "command" and not _why_not(line) for kind, line in _typed(page))]
-    return [
-        pytest.param(page, id=page.name, marks=[] if page.name == "trust.md" else [pytest.mark.full]) for page in typed
-    ]
+    return [pytest.param(page, id=page.name) for page in typed]
 
 
 @pytest.fixture
@@ -260,6 +257,7 @@ def root(tmp_path):
     return folder, environment
 
 
+@pytest.mark.full
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("page", _pages_with_commands())
 def test_commands_run_as_a_reader_types_them(page, root):

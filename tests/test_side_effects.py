@@ -115,7 +115,7 @@ def _changes(world: int, alarm: str) -> list[dict[str, list[str]]]:
             rank.wait()
 
 
-@pytest.mark.parametrize("alarm", ["on", "off"])
+@pytest.mark.parametrize("alarm", ["on", pytest.param("off", marks=pytest.mark.full)])
 def test_imports_change_nothing_and_a_sharded_model_what_the_page_says(alarm):
     for told in _changes(2, alarm):
         assert told["imported"] == []

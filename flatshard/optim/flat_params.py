@@ -52,6 +52,7 @@ class FlatParam:
         windows = self.main.layout.windows(self.main.held.first, self.main.held.count)
         self._indices, self._windows = indices, [windows[index] for index in indices]
         self._extent = extent
+        self._is_all = extent == (0, self.main.local.numel())
         self.tensor = nn.Parameter(self.part(self.main))
         if extent is None:
             self.tensor.__dict__.update(self.parameters[0].__dict__)  # what users mark parameters with
@@ -61,7 +62,7 @@ class FlatParam:
         """Its place in a buffer with the layout of main."""
         if self._extent is None:
             return buffer.local_view(self._indices[0])
-        return buffer.local if self._extent == (0, buffer.local.numel()) else buffer.local[slice(*self._extent)]
+        return buffer.local if self._is_all else buffer.local[slice(*self._extent)]
 
     def cuts(self, most: int) -> list[Cut]:
         """Functions that cut rows of the tensor, and of others with as many, into pieces of at most so many elements.
@@ -96,9 +97,11 @@ class FlatParam:
         main_grads = None if group is None else group.gradients.main_grads
         if main_grads is not None and main_grads.buffer is not None:  # the group's own is the rule, and asked first
             with _torch.PlainAttributes():
-                grads = [parameter.grad for parameter in self.parameters]
-            if all(map(operator.is_, grads, [main_grads.shown[index] for index in self._indices])):
-                return main_grads.buffer
+                for index, parameter in zip(self._indices, self.parameters):
+                    if parameter.grad is not main_grads.shown[index]:
+                        break
+                else:
+                    return main_grads.buffer
         found = {buffer_of(p.grad, self.main, index) for index, p in zip(self._indices, self.parameters)}
         return found.pop() if len(found) == 1 else None
 

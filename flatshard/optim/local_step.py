@@ -192,7 +192,7 @@ class LocalStep:
         self._streamed.join()
         self._again = None
         with _torch.PlainAttributes():
-            for group in dict.fromkeys([*(each.group() for each in self._flat_params), *others]):
+            for group in dict.fromkeys([*[each.group() for each in self._flat_params], *others]):
                 if group is not None:
                     group.gradients.main_grads.rest()
 
@@ -240,14 +240,16 @@ class LocalStep:
         return is_known and _ids(optimizer) == self._ids
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
-        # What is streamed is cast piece by piece.
-        return all(each.attach_gradient(self.uncast or each.is_streamed) for each in flat_params)
+        for each in flat_params:
+            if not each.attach_gradient(self.uncast or each.is_streamed):  # what is streamed is cast piece by piece
+                return False
+        return True
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
         if not self._is_known(optimizer) or any(parameter.grad is not None for parameter in self._absent):
             return False
-        if not self._attach(each for each in self._flat_params if each not in stepped):
+        if not self._attach([each for each in self._flat_params if each not in stepped]):
             return False
         return self._outdated or self._agrees()
 

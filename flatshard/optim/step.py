@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _arguments, _torch
 from flatshard.engine import steps
+from flatshard.engine.gradients.gradients import partial_gradients
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
 from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
@@ -449,12 +450,11 @@ def _refuse_stepped(optimizer: Optimizer) -> None:
 
 def _drop_unreduced(optimizer: Optimizer) -> None:
     """Drop what backwards have left unreduced in groups whose parameters are all of the optimizer."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    partial = [g for g in dict.fromkeys(map(group_of, parameters)) if g is not None and g.gradients.has_partial]
-    mine = set(map(id, parameters)) if partial else ()
-    for group in partial:
-        if all(id(param.sharded) in mine for param in group.params if param.sharded.requires_grad):
-            group.gradients.drop_partial()
+    partial = partial_gradients()
+    mine = {id(parameter) for group in optimizer.param_groups if partial for parameter in group["params"]}
+    for gradients in partial:
+        if all(id(param.sharded) in mine for param in gradients.params if param.sharded.requires_grad):
+            gradients.drop_partial()
 
 
 def _captured(optimizer: Optimizer) -> LocalStep | None:

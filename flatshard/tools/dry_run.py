@@ -315,9 +315,10 @@ class _Gradients(Gradients):
         self._arrived = set()
 
     has_partial = property(lambda self: False)
+    buffer = None  # read, as the next, of `main_grads`
 
     def rest(self, always: bool = False) -> None:
-        """Called as a method of `main_grads`; there is nothing to free."""
+        """There is nothing to free."""
 
     def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         self.take()

@@ -36,6 +36,12 @@ from flatshard.layout import Layout, Partial, Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
 GradientScale: TypeAlias = Literal["mean", "sum"] | float
+_accumulating: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of which a backward was not reduced all the way
+
+
+def partial_gradients() -> list[Gradients]:
+    """Those of all models that backwards have left unreduced."""
+    return [gradients for gradients in _accumulating if gradients.has_partial]
 
 
 class Gradients:
@@ -245,6 +251,8 @@ class Gradients:
             self._used.update(index for index, param in enumerate(self.params) if param.sharded.requires_grad)
         if self.direct is not None and self.direct.written:
             gradients = self._join_written(self.direct, gradients)
+        if goal is not Goal.FINAL:
+            _accumulating.add(self)
         if goal is Goal.UNREDUCED:
             self._add_unreduced(gradients)
             return Reduction(pool, name)

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -195,9 +195,12 @@ class MainGrads:
         self.buffer, self.shown = None, []  # their memory may be used again
         is_captured = self.main.local.is_cuda and torch.cuda.is_current_stream_capturing()
         self.is_apart = apart and not is_captured  # a graph has its own memory
-        if not (apart or is_captured):
-            self._give_back()
-        with self._memory if self.is_apart else nullcontext():
+        if self.is_apart:
+            with self._memory:
+                local = self.home.empty(self._numel + self.room, self.dtype)
+        else:
+            if "_memory" in self.__dict__ and not is_captured:
+                self._give_back()
             local = self.home.empty(self._numel + self.room, self.dtype)
         buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:

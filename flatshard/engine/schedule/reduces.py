@@ -176,7 +176,7 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
-        if any(complete is gradients for complete, *_ in self._complete):
+        if self._complete and any(complete is gradients for complete, *_ in self._complete):
             self._step_complete()  # before it adds to what they read
         if goal is not Goal.UNREDUCED:
             if self._program.announces:

@@ -167,7 +167,9 @@ class Root:
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
-                    group.gradients.main_grads.rest(always)
+                    grads = group.gradients.main_grads
+                    if always or grads.buffer is not None:
+                        grads.rest(always)
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
@@ -343,7 +345,7 @@ class Root:
         if not self.program.has_launched:
             self.program.has_launched = any(group.launches for group in unit.needs)
         lasting = unit.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
-        if len(unit.needs) == 1:
+        if unit.needs and not unit.needs[1:]:
             unit.needs[0].gather(self.gather_pool, unit.name, lasting)
             return
         absent = [group for group in unit.needs if group.ticket is None]

@@ -110,13 +110,13 @@ class Call:
             return args, kwargs, False
         who = self.unit, weakref.ref(self), len(self._nodes)
         first = wanted[0]
-        if len(wanted) == 1 and type(first) is torch.Tensor and first.layout is torch.strided:
+        if not wanted[1:] and type(first) is torch.Tensor and first.layout is torch.strided:
             # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
             _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
             run.node = passed[0].grad_fn
             self._nodes.append(weakref.ref(run))
-            if len(args) == 1 and args[0] is first:
+            if args and args[0] is first and not args[1:]:
                 return passed, kwargs, True
         else:
             wanted = list({id(t): t for t in wanted}.values())
