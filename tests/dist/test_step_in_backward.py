@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import (
     CPUOffloadPolicy,
@@ -453,3 +454,40 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch, kin
             optimizer.step()
             optimizer.zero_grad()
     assert events == (["reduce", "step 1"] * 6 if "offload" in kind else DURING + AT_ITS_END)
+
+
+class _Segments(nn.Module):
+    """A weight of the root is used in every recomputed segment, so a backward reduces it more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: torch.tanh(block(x)) * self.scale, x, use_reentrant=True)
+        return x
+
+
+def _in_segments(rank, world):
+    found = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = _Segments()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), in_backward=early)
+        torch.manual_seed(rank)
+        for _ in range(4):
+            model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(_locals(model.parameters()))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_parameter_that_a_backward_reduces_twice_is_stepped_once(ranks):
+    ranks(2, _in_segments)

@@ -40,6 +40,7 @@ class Reduces:
         self._policy, self._program, self._announcer = policy, root.program, announcer
         self._groups = [(weakref.ref(unit), weakref.ref(group)) for unit in units for group in unit.groups]
         self._had: set[int] = set()  # groups that the running backward has reduced
+        self._twice: set[int] = set()  # groups that some backward has reduced once more at its end
         self._has_optional = root.has_optional
         self._has_stopped = False  # a backward has stopped short of final gradients
         # Axes of meshes along which weights are gathered, in a pass or from what the optimizer has written.
@@ -103,7 +104,9 @@ class Reduces:
         for number in turns.again(waiting):
             found = self._at(number)
             if found is not None and (number in self._had or number in waiting):
-                self.launch(number, *found, self._goal(*found))
+                if number in self._had:
+                    self._twice.add(number)
+                self.launch(number, *found, self._goal(*found), found[0].is_last)
 
     def flush(self, units: Sequence[Unit], all_the_way: bool = False, wait: bool = True) -> None:
         """Reduce gradients in these units that wait for a full reduction, if the last micro-batch had no backward.
@@ -119,7 +122,7 @@ class Reduces:
             unused = all_the_way and self._takes_part(unit) and self._has_stopped and group.gradients.expected > 0
             goes = all_the_way or group.gradients.goal(unit.goal) is Goal.FINAL
             if goes and (group.gradients.has_partial or unused):
-                self.launch(number, unit, group, Goal.FINAL)
+                self.launch(number, unit, group, Goal.FINAL, unit.is_last)
         if all_the_way:
             self._has_stopped = False
         if wait:
@@ -167,12 +170,12 @@ class Reduces:
             or (goal is Goal.FINAL and gradients.has_partial)
             or (goal is not Goal.UNREDUCED and gradients.expected and self._takes_part(unit))
         ):
-            self.launch(number, unit, group, goal)
+            self.launch(number, unit, group, goal, unit.is_last and number not in self._twice)
 
     # In flight
 
-    def launch(self, number: int, unit: Unit, group: ParamGroup, goal: Goal) -> None:
-        """Start reducing the gradients of a group."""
+    def launch(self, number: int, unit: Unit, group: ParamGroup, goal: Goal, is_last: bool) -> None:
+        """Start reducing the gradients of a group. ``is_last``: no more of them come in this optimizer step."""
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
@@ -184,9 +187,9 @@ class Reduces:
             self._program.has_launched = True
         if self._program.is_profiled:
             with torch.profiler.record_function(f"flatshard::reduce {unit.name}"):
-                reduction = gradients.reduce(pool, goal, unit.name, unit.is_last)
+                reduction = gradients.reduce(pool, goal, unit.name, is_last)
         else:
-            reduction = gradients.reduce(pool, goal, unit.name, unit.is_last)
+            reduction = gradients.reduce(pool, goal, unit.name, is_last)
         self.in_flight.append(reduction)
         self._had.add(number)
         self.launched += 1
