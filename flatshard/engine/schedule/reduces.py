@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import Pool, Ticket
-from flatshard.engine.gradients.gradients import Gradients
-from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction
+from flatshard.buffer import Pool
+from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
+from flatshard.engine.schedule.early_steps import EarlySteps
 from flatshard.engine.units.unit import RootProtocol, Unit, units_with
 from flatshard.layout import is_sharded
 from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
@@ -28,11 +28,8 @@ class Reduces:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
         self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
-        # Gradients that are complete and wait for the step of their parameters (`in_backward`), with their bytes; the
-        # bytes of all of them, and how many may wait; and the ends of such steps.
-        self._complete: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()
-        self._waiting, self._most_waiting = 0, -1  # -1: not known yet
-        self.stepped: list[Ticket] = []
+        self.steps = EarlySteps()
+        self._largest = -1  # of the reduces of this backward, in bytes; -1: not known yet
         self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # roots that are asked to reduce what they have accumulated, one after another
@@ -73,7 +70,7 @@ class Reduces:
     def begin(self, units: Sequence[Unit]) -> None:
         """A backward begins."""
         self._had.clear()
-        self._most_waiting = -1
+        self._largest = -1
         self.is_alike = not self._has_optional and True not in [unit.intent.reduces_unused for unit in units]
 
     def group_complete(self, number: int) -> None:
@@ -179,8 +176,8 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
-        if self._complete and any(complete is gradients for complete, *_ in self._complete):
-            self._step_complete()  # before it adds to what they read
+        if self.steps.waiting:
+            self.steps.run_before(gradients)
         if goal is not Goal.UNREDUCED:
             if self._program.announces:
                 self._announcer.announce(gradients.what, unit, unit.numbers.index(number))
@@ -200,10 +197,10 @@ class Reduces:
         """Order the current stream after all reduces if it ``joins`` them, else only after those with a callback."""
         while not joins and any(reduction.then is not None for reduction in self.in_flight):
             self._land()
-        self._step_complete()
+        self.steps.run()
         if joins:
             self.join()
-        elif self.in_flight or self._asking or self.stepped:
+        elif self.in_flight or self._asking or self.steps.running:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
@@ -211,12 +208,9 @@ class Reduces:
         """Order the current stream after all reduces, and after the steps of optimizers that they have started."""
         while self.in_flight:
             if len(self.in_flight) == 1:
-                self._step_complete()  # beside the last reduce
+                self.steps.run()  # beside the last reduce
             self._land()
-        self._step_complete()
-        stepped, self.stepped = self.stepped, []
-        for ticket in stepped:
-            ticket.wait()
+        self.steps.join()
 
     def join(self) -> None:
         """The same, before gradients are read: find out which gradients exist on all ranks."""
@@ -259,44 +253,21 @@ class Reduces:
             finally:
                 for other in others:
                     other.show()
-        if reduction.reduced is not None:  # of a group in host memory: it is stepped at once, on lanes of its own
-            stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
-            if stepped is not None:
-                self.stepped.append(stepped)
-            else:
-                reduction.reduced.bring().wait()
+        if reduction.reduced is not None:
+            self.steps.add_on_host(reduction)
         elif reduction.on_final is not None:
-            numbytes = reduction.of.main_grads.live_bytes
-            self._complete.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
-            self._waiting += numbytes
-            # Copies of state or weights, on lanes of their own, are best beside the backward.
-            self._step_complete(-1 if reduction.of.is_streamed else self._largest_reduce())
+            self.steps.add(reduction, self._largest_reduce())
 
     def _largest_reduce(self) -> int:
         """In bytes. It is sought once per backward."""
-        if self._most_waiting < 0:
+        if self._largest < 0:
             reduced = (group.gradients for _, of in self._groups if (group := of()) and group.gradients.expected)
-            self._most_waiting = max((gradients.full_bytes for gradients in reduced), default=0)
-        return self._most_waiting
-
-    def _step_complete(self, most: int = -1) -> None:
-        """Call optimizers for groups with complete gradients, the first one first; those of ``most`` bytes may wait.
-
-        So the steps of the last groups run beside the last reduce, when there is nothing else left to compute.
-        """
-        taken: dict[OnFinal, list[Gradients]] = {}  # one call of an optimizer for all of its groups
-        while self._complete and self._waiting > most:
-            gradients, numbytes, ticket, on_final = self._complete.popleft()
-            self._waiting -= numbytes
-            ticket.wait()  # the backward may have been on another stream when it landed
-            taken.setdefault(on_final, []).append(gradients)
-        stepped = [on_final(complete, None) for on_final, complete in taken.items()]
-        self.stepped += [ticket for ticket in stepped if ticket is not None]
+            self._largest = max((gradients.full_bytes for gradients in reduced), default=0)
+        return self._largest
 
     def leave_steps(self) -> None:
         """Leave steps that have not begun to the optimizers: weights may have been written since an exception."""
-        self._complete.clear()
-        self._waiting = 0
+        self.steps.drop()
         for reduction in self.in_flight:
             reduction.on_final = None
 

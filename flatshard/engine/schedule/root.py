@@ -115,7 +115,7 @@ class Root:
             )
         if self.program.running is not None:
             self.recover()
-        if self.reduces.stepped:
+        if self.reduces.steps.running:
             self.reduces.land()
         self.count_step()
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):

@@ -1,0 +1,67 @@
+"""Steps of optimizers that a backward runs (``in_backward=True``), and when."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from flatshard.buffer import Ticket
+from flatshard.engine.gradients.gradients import Gradients
+from flatshard.engine.gradients.reduction import OnFinal, Reduction
+
+
+class EarlySteps:
+    """Steps wait until the end of the backward, and run beside its last reduce: nothing else is left to compute then.
+
+    Gradients that wait for their step take no more memory than the caller allows. Steps that copy weights or state run
+    at once, on lanes of their own: those copies are best beside the backward.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Ticket] = []  # the ends of steps that have been launched
+        self.waiting: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()  # complete gradients, with their bytes
+        self._bytes = 0  # of all that wait
+
+    def add(self, reduction: Reduction, most: int) -> None:
+        """A reduce is over, and its gradients are complete. All that wait may take ``most`` bytes."""
+        assert reduction.on_final is not None
+        numbytes = reduction.of.main_grads.live_bytes
+        self.waiting.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
+        self._bytes += numbytes
+        self.run(-1 if reduction.of.is_streamed else most)
+
+    def add_on_host(self, reduction: Reduction) -> None:
+        """The same for gradients that belong in host memory: step them on the device, or copy them."""
+        assert reduction.reduced is not None
+        stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
+        if stepped is not None:
+            self.running.append(stepped)
+        else:
+            reduction.reduced.bring().wait()
+
+    def run(self, most: int = -1) -> None:
+        """Call optimizers for what waits, the first one first, until that takes at most ``most`` bytes."""
+        taken: dict[OnFinal, list[Gradients]] = {}  # one call of an optimizer for all of its groups
+        while self.waiting and self._bytes > most:
+            gradients, numbytes, ticket, on_final = self.waiting.popleft()
+            self._bytes -= numbytes
+            ticket.wait()  # the backward may have been on another stream when it landed
+            taken.setdefault(on_final, []).append(gradients)
+        stepped = [on_final(complete, None) for on_final, complete in taken.items()]
+        self.running += [ticket for ticket in stepped if ticket is not None]
+
+    def run_before(self, gradients: Gradients) -> None:
+        """Run what waits if these gradients do: something is about to be added to them."""
+        if any(waiting is gradients for waiting, *_ in self.waiting):
+            self.run()
+
+    def join(self) -> None:
+        """Run what waits, and order the current stream after all steps."""
+        self.run()
+        running, self.running = self.running, []
+        for ticket in running:
+            ticket.wait()
+
+    def drop(self) -> None:
+        """Leave what waits to the optimizers."""
+        self.waiting.clear()
+        self._bytes = 0
