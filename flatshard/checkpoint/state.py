@@ -67,9 +67,16 @@ class Snapshot:
     # what this rank would write, and ranks outside its mesh may hold too, for example a norm with tensor parallelism
     doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
     samples: dict[str, list[float]] = field(default_factory=dict)  # key -> a few values of a doubtful tensor
+    keys: set[str] = field(default_factory=set)  # of all tensors, with those of ``extra``
 
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
-        """Add a tensor and return its key. ``own``: only this rank has it, in ``extra``, so this rank writes it."""
+        """Add a tensor and return its key. ``own``: only this rank has it, in ``extra``, so this rank writes it.
+
+        The key is the path ``key``, or a longer one if another tensor has that: {"a/b": x, "a": {"b": y}}.
+        """
+        while key in self.keys:
+            key += "'"
+        self.keys.add(key)
         if tensor.dtype not in CODES:
             raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:

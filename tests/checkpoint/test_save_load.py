@@ -271,3 +271,16 @@ def test_large_tensors_are_read_in_part(tmp_path):
         assert sum(read) == BLOCK
         assert torch.equal(reader.read("t", entry, (3, 10), (1400, 7)), value[3:1403, 10:17])
         assert torch.equal(reader.read("t", entry, (0, 0), (1500, 1000)), value)
+
+
+def test_paths_that_are_alike_are_kept_apart(tmp_path):
+    """The path of a tensor in `extra`, or in the state of an optimizer, may be that of another tensor."""
+    given = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, 0: torch.tensor(2.0), "0": torch.tensor(3.0)}
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight] = {**given, "last": torch.full((2,), 4.0)}
+    save(tmp_path / "a", model, optimizer, {**given, "last": torch.full((2,), 5.0)})
+    fresh = torch.optim.SGD(model.parameters(), momentum=0.9)
+    extra = load(tmp_path / "a", model, fresh)
+    for found, last in ((dict(fresh.state[model.weight]), 4.0), (extra, 5.0)):
+        torch.testing.assert_close(found, {**given, "last": torch.full((2,), last)}, rtol=0, atol=0)
