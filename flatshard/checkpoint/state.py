@@ -90,7 +90,8 @@ class Snapshot:
         if not own:
             self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
         # replicas take turns, so that each writes the same number of tensors
-        if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
+        # Tensors of ``extra`` are known from their file alone, so it has those without elements too.
+        if part.offsets is not None and (own or part.local.numel()) and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
                 self.doubtful[key] = part.offsets, tuple(part.local.shape)

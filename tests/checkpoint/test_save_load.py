@@ -284,3 +284,10 @@ def test_paths_that_are_alike_are_kept_apart(tmp_path):
     extra = load(tmp_path / "a", model, fresh)
     for found, last in ((dict(fresh.state[model.weight]), 4.0), (extra, 5.0)):
         torch.testing.assert_close(found, {**given, "last": torch.full((2,), last)}, rtol=0, atol=0)
+
+
+def test_extra_may_have_tensors_without_elements(tmp_path):
+    given = {"none": torch.empty(0), "rows": torch.empty(0, 3, dtype=torch.int64), "one": torch.ones(1)}
+    save(tmp_path / "a", torch.nn.Linear(2, 2), None, given)
+    verify(tmp_path / "a")
+    torch.testing.assert_close(load(tmp_path / "a", torch.nn.Linear(2, 2)), given, rtol=0, atol=0)
