@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from flatshard import fully_shard
+from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.checkpoint import CheckpointError, latest, load, save, saving, verify
 from tests.checkpoint.cases import (
     ENDS,
@@ -291,3 +291,29 @@ def test_extra_may_have_tensors_without_elements(tmp_path):
     save(tmp_path / "a", torch.nn.Linear(2, 2), None, given)
     verify(tmp_path / "a")
     torch.testing.assert_close(load(tmp_path / "a", torch.nn.Linear(2, 2)), given, rtol=0, atol=0)
+
+
+def _numbers_per_parameter(rank, world, folder):
+    for kind in (torch.optim.NAdam, torch.optim.ASGD):
+        results = []
+        for number in range(2):
+            torch.manual_seed(number)
+            model = torch.nn.Linear(3, 3)
+            model.gain = torch.nn.Parameter(torch.tensor(1.0 + number))
+            fully_shard(model)
+            model.register_forward_hook(lambda module, args, out: out * module.gain)
+            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
+            if number:
+                load(f"{folder}/{kind.__name__}", model, optimizer)
+            for step in range(2 * number, 4):
+                if step == 2 and not number:
+                    save(f"{folder}/{kind.__name__}", model, optimizer)
+                model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([parameter.full_tensor() for parameter in model.parameters()])
+        assert all(map(torch.equal, *results))
+
+
+def test_numbers_per_parameter_of_a_parameter_without_dims(ranks, tmp_path):
+    ranks(2, _numbers_per_parameter, str(tmp_path))
