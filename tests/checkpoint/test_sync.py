@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flatshard import fully_shard, receive_weights, sync_weights
-from flatshard.checkpoint import StoredAs
+from flatshard.checkpoint import StoredAs, full
 
 NAMES = [StoredAs("blocks.*.weight", ("layers.*.matrix",)), StoredAs("blocks.*.bias", ("layers.*.offset",))]
 
@@ -124,3 +127,21 @@ def _refused(rank, world, folder):
 def test_a_folder_that_cannot_be_written_leaves_no_rank_waiting(ranks, tmp_path):
     (tmp_path / "1").write_text("in the place of the first version")
     assert ranks(2, _refused, str(tmp_path)) == [0, 1]
+
+
+def _versions(rank, world, folder, strategy):
+    model = _model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), strategy=strategy)
+    write = full.write_files
+
+    def write_late(*args):
+        time.sleep(0.1)
+        write(*args)
+
+    with patch.object(full, "write_files", write_late):
+        return [sync_weights(model, folder).version for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_all_ranks_name_the_version_that_the_first_writes(ranks, tmp_path, strategy):
+    assert ranks(2, _versions, str(tmp_path), strategy) == [[1, 2, 3], [1, 2, 3]]
