@@ -209,6 +209,17 @@ def write_file(
     return file_facts(size, header)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which errors of writing name the file; those of a full disk name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def file_facts(size: int, header: bytes) -> dict[str, Any]:
     return {"bytes": size, "header": len(header), "sha256": hashlib.sha256(header).hexdigest()}
 

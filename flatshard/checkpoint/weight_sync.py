@@ -92,14 +92,16 @@ def sync_weights(
         bucket_bytes = min(bucket_bytes, max(size // _STAGES, _LEAST))
     buckets = full.plan_files(tensors, bucket_bytes, dtype, names)
     pieces = full.stored_tensors(model, bucket_bytes, dtype, names)
-    if isinstance(target, (str, Path)):
-        version = _write(Path(target), tensors, buckets, pieces)
-    elif isinstance(target, ProcessGroup):
-        _send(target, buckets, pieces, device)
-    elif callable(given):
-        for views, _ in _staged(buckets, device, pieces):
-            given(views)
-    deque(pieces, maxlen=0)  # every rank must take part in all gathers
+    try:
+        if isinstance(target, (str, Path)):
+            version = _write(Path(target), tensors, buckets, pieces)
+        elif isinstance(target, ProcessGroup):
+            _send(target, buckets, pieces, device)
+        elif callable(given):
+            for views, _ in _staged(buckets, device, pieces):
+                given(views)
+    finally:
+        deque(pieces, maxlen=0)  # every rank must take part in all gathers, also after an error of the target
     return _synced(buckets, began, version)
 
 

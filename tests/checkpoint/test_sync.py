@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -127,6 +128,29 @@ def _refused(rank, world, folder):
 def test_a_folder_that_cannot_be_written_leaves_no_rank_waiting(ranks, tmp_path):
     (tmp_path / "1").write_text("in the place of the first version")
     assert ranks(2, _refused, str(tmp_path)) == [0, 1]
+
+
+def _target_fails(rank, world):
+    model = _model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    received = {}
+
+    def take(bucket):
+        if rank == 0 and not received:
+            received["failed"] = True
+            raise KeyError("an engine")
+        received.update({name: value.clone() for name, value in bucket})
+
+    with pytest.raises(KeyError, match="an engine") if rank == 0 else nullcontext():
+        sync_weights(model, take, bucket_bytes=120)
+    sync_weights(model, take, bucket_bytes=120)
+    received.pop("failed", None)
+    return received
+
+
+def test_a_target_that_fails_on_one_rank_does_not_spoil_the_next_sync(ranks):
+    for received in ranks(2, _target_fails):
+        torch.testing.assert_close(received, dict(_model(1).state_dict()), rtol=0, atol=0)
 
 
 def _versions(rank, world, folder, strategy):
