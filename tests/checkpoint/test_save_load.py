@@ -207,6 +207,14 @@ def test_the_newest_are_kept(tmp_path):
         save(tmp_path / "x", model, extra={"a": torch.zeros(2, dtype=torch.complex128)})
 
 
+def test_what_a_killed_deletion_left_is_in_nobodys_way(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path / "a", model)
+    (tmp_path / ".deleting-a" / "left").mkdir(parents=True)
+    save(tmp_path / "b", model, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
