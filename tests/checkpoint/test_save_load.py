@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
+import os
 import sys
 import threading
 
@@ -213,6 +215,22 @@ def test_what_a_killed_deletion_left_is_in_nobodys_way(tmp_path):
     (tmp_path / ".deleting-a" / "left").mkdir(parents=True)
     save(tmp_path / "b", model, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("synced", [1, 2])
+def test_a_full_disk_is_reported_with_the_file(tmp_path, monkeypatch, synced):
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def full(handle):
+        if next(calls) == synced:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = ["rank-00000.safetensors", "manifest.json"][synced - 1]
+    with pytest.raises(CheckpointError, match=f"No space left on device: .*{file}"):
+        save(tmp_path / "a", torch.nn.Linear(2, 2))
+    assert not list(tmp_path.iterdir())
 
 
 class Terminal(io.StringIO):
