@@ -191,7 +191,7 @@ def write_file(
             f"{path} would have a header of {len(header)} bytes, which is more than safetensors files may have "
             f"({HEADER_LIMIT}): write smaller files (max_shard_size), or save from more ranks"
         )
-    with open(path, "wb") as out:
+    with naming(path), open(path, "wb") as out:
         out.write(header)
         for entry in tensors.values():
             content = bytes_view(next(values).detach().to(entry.dtype).cpu().contiguous())
@@ -207,6 +207,17 @@ def write_file(
         out.flush()
         os.fsync(out.fileno())
     return file_facts(size, header)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A context in which errors of writing name the file; those of a full disk name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def file_facts(size: int, header: bytes) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import held_part, names_by_group
 from flatshard.checkpoint.stored_names import renaming
+from flatshard.optim.flat_params import PER_PARAMETER
 from flatshard.optim.step import owner_of_entries, state_devices
 
 _SHOWN = 8  # problems that one error lists
@@ -172,16 +173,19 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
                 if owned is None or owned[key]:
                     on_device = (key != "step" or steps_on_device) and not parameter.is_meta
                     device = devices[parameter] if on_device else torch.device("cpu")
-                    taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, owned is not None, device)
+                    # A parameter without dims has the shape of what an optimizer keeps once per parameter.
+                    per_element = owned is None and (parameter.dim() > 0 or key not in PER_PARAMETER)
+                    taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, per_element, device)
     return {"state": state, "param_groups": [{**a, **b} for a, b in zip(optimizer.param_groups, groups)]}
 
 
-def _entry(reader: Reader, name: str, tree: Any, parameter: torch.Tensor, whole: bool, device: torch.device) -> Any:
-    """Read one entry of a parameter's state: sharded like the parameter if it has its shape and not ``whole``."""
+def _entry(
+    reader: Reader, name: str, tree: Any, parameter: torch.Tensor, per_element: bool, device: torch.device
+) -> Any:
+    """Read one entry of a parameter's state: with ``per_element``, sharded like the parameter if it has its shape."""
     if not (isinstance(tree, dict) and "tensor" in tree):
         return decode_tree(tree, reader.whole)
     entry = reader.source.tensors[tree["tensor"]]
-    per_element = entry.shape == tuple(parameter.shape) and (bool(entry.shape) or not name.endswith(": step"))
-    if per_element and isinstance(parameter, DTensor) and not whole:
+    if per_element and entry.shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
         return _torch.like_dtensor(parameter, _read_part(reader, name, entry, parameter).to(device))
     return reader.read(name, entry).to(device)

@@ -32,6 +32,7 @@ class Reader(ExitStack):
         self._make = make or (lambda dtype, sizes: torch.empty(tuple(sizes), dtype=dtype))
         self._open: dict[str, BinaryIO] = {}
         self._verified: set[str] = set()
+        self.callback(self._close)  # once: a file may be opened many times, and a stack would keep each of them
 
     def whole(self, key: str) -> torch.Tensor:
         return self.read(key, self.source.tensors[key])
@@ -103,6 +104,10 @@ class Reader(ExitStack):
                 raise CheckpointError(f"{self.source.folder / chunk.file} {reason}: '{name}' cannot be read from it")
             self._advance(count)
 
+    def _close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
@@ -110,7 +115,7 @@ class Reader(ExitStack):
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:
-            file = self._open[name] = self.enter_context(open_file(path))
+            file = self._open[name] = open_file(path)
             if name in self._verified:
                 return file
             size = path.stat().st_size

@@ -202,12 +202,14 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
 
 
 def _prune(parent: Path, others: list[tuple[int, Path]], keep: int) -> None:
-    """Delete all but the ``keep`` newest of ``others``, and folders that killed saves and deletions have left."""
-    for _, old in others[: max(0, len(others) - keep)]:
-        old.rename(old.parent / f"{_DELETING}{old.name}")  # one operation, so that nobody loads a partly deleted folder
-    for left in parent.iterdir():
+    """Delete folders that killed saves and deletions have left, and all but the ``keep`` newest of ``others``."""
+    for left in parent.iterdir():  # first, because one may have the name that is needed below
         if left.name.startswith((_SAVING, _DELETING)):
             shutil.rmtree(left, ignore_errors=True)
+    for _, old in others[: max(0, len(others) - keep)]:
+        # One operation, so that nobody loads a partly deleted folder.
+        moved = old.rename(old.parent / f"{_DELETING}{old.name}")
+        shutil.rmtree(moved, ignore_errors=True)
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:

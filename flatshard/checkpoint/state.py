@@ -67,9 +67,16 @@ class Snapshot:
     # what this rank would write, and ranks outside its mesh may hold too, for example a norm with tensor parallelism
     doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
     samples: dict[str, list[float]] = field(default_factory=dict)  # key -> a few values of a doubtful tensor
+    keys: set[str] = field(default_factory=set)  # of all tensors, with those of ``extra``
 
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
-        """Add a tensor and return its key. ``own``: only this rank has it, in ``extra``, so this rank writes it."""
+        """Add a tensor and return its key. ``own``: only this rank has it, in ``extra``, so this rank writes it.
+
+        The key is the path ``key``, or a longer one if another tensor has that: {"a/b": x, "a": {"b": y}}.
+        """
+        while key in self.keys:
+            key += "'"
+        self.keys.add(key)
         if tensor.dtype not in CODES:
             raise TypeError(f"{key} has dtype {tensor.dtype}, which a checkpoint cannot hold")
         if tensor.is_meta:
@@ -83,7 +90,8 @@ class Snapshot:
         if not own:
             self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
         # replicas take turns, so that each writes the same number of tensors
-        if part.offsets is not None and part.local.numel() and number % part.replicas == part.replica:
+        # Tensors of ``extra`` are known from their file alone, so it has those without elements too.
+        if part.offsets is not None and (own or part.local.numel()) and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
                 self.doubtful[key] = part.offsets, tuple(part.local.shape)

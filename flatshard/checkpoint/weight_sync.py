@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments, _torch
 from flatshard._sizes import format_bytes
-from flatshard.buffer import spread
+from flatshard.buffer import Lane, spread
 from flatshard.checkpoint import full
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
 from flatshard.checkpoint.reader import Reader
@@ -92,14 +92,16 @@ def sync_weights(
         bucket_bytes = min(bucket_bytes, max(size // _STAGES, _LEAST))
     buckets = full.plan_files(tensors, bucket_bytes, dtype, names)
     pieces = full.stored_tensors(model, bucket_bytes, dtype, names)
-    if isinstance(target, (str, Path)):
-        version = _write(Path(target), tensors, buckets, pieces)
-    elif isinstance(target, ProcessGroup):
-        _send(target, buckets, pieces, device)
-    elif callable(given):
-        for views, _ in _staged(buckets, device, pieces):
-            given(views)
-    deque(pieces, maxlen=0)  # every rank must take part in all gathers
+    try:
+        if isinstance(target, (str, Path)):
+            version = _write(Path(target), tensors, buckets, pieces)
+        elif isinstance(target, ProcessGroup):
+            _send(target, buckets, pieces, device)
+        elif callable(given):
+            for views, _ in _staged(buckets, device, pieces):
+                given(views)
+    finally:
+        deque(pieces, maxlen=0)  # every rank must take part in all gathers, also after an error of the target
     return _synced(buckets, began, version)
 
 
@@ -228,12 +230,12 @@ class _ModelWriter:
 def _version(folder: Path) -> int:
     try:
         return int((folder / _LATEST).read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return 0
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], buckets: list[Plan], pieces: Iterator[torch.Tensor]) -> int:
-    version = _version(folder) + 1
+    version = _agree(_version(folder) + 1, tensors)
     coordinates = [x.device_mesh.get_coordinate() for x in tensors.values() if isinstance(x, DTensor)]
     if any(coordinate is None or any(coordinate) for coordinate in coordinates):
         return version  # only the first rank of the model writes
@@ -244,6 +246,18 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], buckets: list[Plan], 
     part.write_text(str(version))
     os.replace(part, folder / _LATEST)
     shutil.rmtree(folder / str(version - 2), ignore_errors=True)
+    return version
+
+
+def _agree(version: int, tensors: dict[str, torch.Tensor]) -> int:
+    """The version that the first rank of the model gives: others do not know whether the previous one is written."""
+    meshes = {x.device_mesh: _torch.local_of(x).device for x in tensors.values() if isinstance(x, DTensor)}
+    for mesh, device in meshes.items():
+        if mesh.get_coordinate() is not None:
+            lane, told = Lane("full_tensors", device), torch.tensor([version], device=device)
+            for axis in reversed(range(mesh.ndim)):
+                spread(lane.group(mesh, axis), told).wait()
+            version = int(told)
     return version
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from flatshard import fully_shard
 from flatshard.checkpoint import CheckpointError, load, reader, save, saving, verify
-from flatshard.checkpoint.manifest import _encoded, merge_boxes, pack_boxes
+from flatshard.checkpoint.manifest import Manifest, _encoded, merge_boxes, pack_boxes
 from flatshard.checkpoint.state import Snapshot
 from tests.checkpoint.cases import PLACES, assert_same, full_state, make, shard
 from tests.dist.models import Net
@@ -167,3 +169,20 @@ def test_another_format_is_refused_with_what_to_do(tmp_path):
     file.write_text(json.dumps({"sha256": hashlib.sha256(_encoded(body)).hexdigest(), "body": body}))
     with pytest.raises(CheckpointError, match=r"is of format 'flatshard checkpoint 2'.*flatshard convert --to dcp"):
         load(tmp_path / "a", nn.Linear(2, 2))
+
+
+def test_a_reader_forgets_the_files_that_it_has_closed(saved, monkeypatch):
+    monkeypatch.setattr(reader, "_MOST_OPEN", 2)
+    opened, open_file, count = weakref.WeakSet(), reader.open_file, itertools.count()
+
+    def counted(path):
+        next(count)
+        opened.add(file := open_file(path))
+        return file
+
+    monkeypatch.setattr(reader, "open_file", counted)
+    with reader.Reader(Manifest(saved / "a")) as files:
+        for name in files.source.tensors:
+            files.whole(name)
+        assert next(count) > 4
+        assert len(opened) <= 3  # two that are open, and one in a local variable

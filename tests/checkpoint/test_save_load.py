@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
+import os
 import sys
 import threading
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from flatshard import fully_shard
+from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.checkpoint import CheckpointError, latest, load, save, saving, verify
 from tests.checkpoint.cases import (
     ENDS,
@@ -207,6 +209,30 @@ def test_the_newest_are_kept(tmp_path):
         save(tmp_path / "x", model, extra={"a": torch.zeros(2, dtype=torch.complex128)})
 
 
+def test_what_a_killed_deletion_left_is_in_nobodys_way(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path / "a", model)
+    (tmp_path / ".deleting-a" / "left").mkdir(parents=True)
+    save(tmp_path / "b", model, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("synced", [1, 2])
+def test_a_full_disk_is_reported_with_the_file(tmp_path, monkeypatch, synced):
+    fsync, calls = os.fsync, itertools.count(1)
+
+    def full(handle):
+        if next(calls) == synced:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = ["rank-00000.safetensors", "manifest.json"][synced - 1]
+    with pytest.raises(CheckpointError, match=f"No space left on device: .*{file}"):
+        save(tmp_path / "a", torch.nn.Linear(2, 2))
+    assert not list(tmp_path.iterdir())
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -271,3 +297,49 @@ def test_large_tensors_are_read_in_part(tmp_path):
         assert sum(read) == BLOCK
         assert torch.equal(reader.read("t", entry, (3, 10), (1400, 7)), value[3:1403, 10:17])
         assert torch.equal(reader.read("t", entry, (0, 0), (1500, 1000)), value)
+
+
+def test_paths_that_are_alike_are_kept_apart(tmp_path):
+    """The path of a tensor in `extra`, or in the state of an optimizer, may be that of another tensor."""
+    given = {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, 0: torch.tensor(2.0), "0": torch.tensor(3.0)}
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight] = {**given, "last": torch.full((2,), 4.0)}
+    save(tmp_path / "a", model, optimizer, {**given, "last": torch.full((2,), 5.0)})
+    fresh = torch.optim.SGD(model.parameters(), momentum=0.9)
+    extra = load(tmp_path / "a", model, fresh)
+    for found, last in ((dict(fresh.state[model.weight]), 4.0), (extra, 5.0)):
+        torch.testing.assert_close(found, {**given, "last": torch.full((2,), last)}, rtol=0, atol=0)
+
+
+def test_extra_may_have_tensors_without_elements(tmp_path):
+    given = {"none": torch.empty(0), "rows": torch.empty(0, 3, dtype=torch.int64), "one": torch.ones(1)}
+    save(tmp_path / "a", torch.nn.Linear(2, 2), None, given)
+    verify(tmp_path / "a")
+    torch.testing.assert_close(load(tmp_path / "a", torch.nn.Linear(2, 2)), given, rtol=0, atol=0)
+
+
+def _numbers_per_parameter(rank, world, folder):
+    for kind in (torch.optim.NAdam, torch.optim.ASGD):
+        results = []
+        for number in range(2):
+            torch.manual_seed(number)
+            model = torch.nn.Linear(3, 3)
+            model.gain = torch.nn.Parameter(torch.tensor(1.0 + number))
+            fully_shard(model)
+            model.register_forward_hook(lambda module, args, out: out * module.gain)
+            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
+            if number:
+                load(f"{folder}/{kind.__name__}", model, optimizer)
+            for step in range(2 * number, 4):
+                if step == 2 and not number:
+                    save(f"{folder}/{kind.__name__}", model, optimizer)
+                model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([parameter.full_tensor() for parameter in model.parameters()])
+        assert all(map(torch.equal, *results))
+
+
+def test_numbers_per_parameter_of_a_parameter_without_dims(ranks, tmp_path):
+    ranks(2, _numbers_per_parameter, str(tmp_path))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flatshard import fully_shard, receive_weights, sync_weights
-from flatshard.checkpoint import StoredAs
+from flatshard.checkpoint import StoredAs, full
 
 NAMES = [StoredAs("blocks.*.weight", ("layers.*.matrix",)), StoredAs("blocks.*.bias", ("layers.*.offset",))]
 
@@ -124,3 +128,44 @@ def _refused(rank, world, folder):
 def test_a_folder_that_cannot_be_written_leaves_no_rank_waiting(ranks, tmp_path):
     (tmp_path / "1").write_text("in the place of the first version")
     assert ranks(2, _refused, str(tmp_path)) == [0, 1]
+
+
+def _target_fails(rank, world):
+    model = _model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    received = {}
+
+    def take(bucket):
+        if rank == 0 and not received:
+            received["failed"] = True
+            raise KeyError("an engine")
+        received.update({name: value.clone() for name, value in bucket})
+
+    with pytest.raises(KeyError, match="an engine") if rank == 0 else nullcontext():
+        sync_weights(model, take, bucket_bytes=120)
+    sync_weights(model, take, bucket_bytes=120)
+    received.pop("failed", None)
+    return received
+
+
+def test_a_target_that_fails_on_one_rank_does_not_spoil_the_next_sync(ranks):
+    for received in ranks(2, _target_fails):
+        torch.testing.assert_close(received, dict(_model(1).state_dict()), rtol=0, atol=0)
+
+
+def _versions(rank, world, folder, strategy):
+    model = _model(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)), strategy=strategy)
+    write = full.write_files
+
+    def write_late(*args):
+        time.sleep(0.1)
+        write(*args)
+
+    with patch.object(full, "write_files", write_late):
+        return [sync_weights(model, folder).version for _ in range(3)]
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_all_ranks_name_the_version_that_the_first_writes(ranks, tmp_path, strategy):
+    assert ranks(2, _versions, str(tmp_path), strategy) == [[1, 2, 3], [1, 2, 3]]
