@@ -449,11 +449,14 @@ def _refuse_stepped(optimizer: Optimizer) -> None:
 
 
 def _drop_unreduced(optimizer: Optimizer) -> None:
-    """Drop what backwards have left unreduced in groups whose parameters are all of the optimizer."""
+    """Drop what backwards have left unreduced in groups whose parameters are all of the optimizer.
+
+    Parameters that have been frozen since count too: another optimizer may wait for their gradients.
+    """
     partial = partial_gradients()
     mine = {id(parameter) for group in optimizer.param_groups if partial for parameter in group["params"]}
     for gradients in partial:
-        if all(id(param.sharded) in mine for param in gradients.params if param.sharded.requires_grad):
+        if all(id(param.sharded) in mine for param in gradients.partial_params):
             gradients.drop_partial()
 
 

@@ -424,3 +424,24 @@ def test_zero_grad_of_an_optimizer_drops_an_accumulation_that_was_given_up(all_o
                 model(x).sum().backward()
             found.append(parameters[0].grad.to_local())
     assert torch.equal(*found) is all_of_it
+
+
+def test_zero_grad_of_an_optimizer_leaves_what_another_model_accumulates_while_it_is_frozen():
+    """A discriminator is frozen while a generator is trained between its micro-batches."""
+    found = []
+    with rehearse(2):
+        for clears in (False, True):
+            model, other = (fully_shard(chain(), strategy=1) for _ in range(2))
+            x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+            optimizer = fully_shard_optimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+            with microbatch(model, is_last=False):
+                model(x).square().mean().backward()
+            model.requires_grad_(False)
+            if clears:
+                optimizer.zero_grad()
+            model.requires_grad_(True)
+            with microbatch(model, is_first=False):
+                model(x).square().mean().backward()
+            found.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
+    for expected, got in zip(*found):
+        torch.testing.assert_close(got, expected)

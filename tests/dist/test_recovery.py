@@ -4,10 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
-from flatshard import fully_shard_optimizer, gathered, microbatch
+from flatshard import fully_shard, fully_shard_optimizer, gathered, microbatch
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import Phase, unit_of
+from flatshard.rehearsal import rehearse
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_errors import Bomb
 from tests.dist.test_moved import KINDS, sharded
@@ -190,3 +192,18 @@ def _between(rank, world, kind):
 @pytest.mark.parametrize("kind", KINDS[2:], ids=str)
 def test_a_backward_after_another_forward_that_raised_is_a_clean_one(ranks, kind):
     ranks(world_of(kind), _between, kind)
+
+
+def test_a_model_is_converted_after_a_backward_that_raised():
+    """Although its loss, and so its graph, still exists."""
+    with rehearse(2):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+        hidden = []
+        model[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+        loss = model(torch.randn(2, 4)).sum()
+        hidden.pop().register_hook(oops)
+        with pytest.raises(Oops):
+            loss.backward()
+        model.double()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+        model(torch.randn(2, 4, dtype=torch.float64)).sum().backward()

@@ -164,6 +164,12 @@ class Gradients:
         return self._unreduced is not None or self._resting is not None
 
     @property
+    def partial_params(self) -> list[ShardedParam]:
+        """The params that have such gradients, though they may be frozen now, and those that may get some."""
+        pairs = enumerate(self.params)
+        return [param for index, param in pairs if index in self._used or param.sharded.requires_grad]
+
+    @property
     def waiting(self) -> bool:
         """Whether gradients have arrived that are not reduced."""
         if self.direct is not None and self.direct.written:

@@ -95,6 +95,8 @@ def _params(unit: Unit) -> Iterator[ShardedParam]:
 
 def check_change(unit: Unit, change: Change) -> None:
     """Raise if this change of all parameters could not be adopted."""
+    if unit.root is not None:
+        unit.root.give_up_broken()  # the graph of a backward that raised may still exist, but awaits nothing
     for group in unit.groups:
         changes.check_change(group, change, unit.is_awaited, _root(unit))
 
