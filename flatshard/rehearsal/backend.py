@@ -195,7 +195,7 @@ class RehearsalGroup(ProcessGroup):  # type: ignore[misc]
         pairs = [pair for output, source in zip(outputs, inputs) for pair in _repeat(output, source)]
         return self._launch("all_to_all", _size(inputs), pairs, opts, result=list(outputs))
 
-    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, root: int = 0) -> dist.Work:
         tensors = _listed(tensors)
         return self._launch("broadcast", _size(tensors), _in_place(tensors), opts, fold=True)
 
