@@ -215,7 +215,7 @@ class _Graph:
         self._graph, self._static, self._output = graph, static, output
         self._roots = [weakref.ref(root) for root in roots]
         # NCCL cannot destroy a communicator that a graph uses. Lanes keep their process groups alive.
-        self._lanes = [(*_lanes(root), root.rows_lane) for root in roots]
+        self._lanes = [(*_lanes(root), root.gathers.rows_lane) for root in roots]
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
@@ -263,7 +263,7 @@ class _Graph:
         if self.optimizers:
             steps.note()
         for root in roots:
-            root.refresh_order()
+            root.gathers.refresh_order()
         return self._output
 
 

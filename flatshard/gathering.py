@@ -14,7 +14,7 @@ from flatshard.engine.schedule.root import Root
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.changes import written
-from flatshard.engine.units.intent import Lease
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Phase, Unit, unit_with
 
 

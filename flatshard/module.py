@@ -357,7 +357,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"set_post_optim_event(event={event!r}): must be a torch.Event or None")
-        _root(self).main_event = event
+        _root(self).gathers.main_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `SchedulePolicy.max_reducing`, the number of reduces in flight. The highest value of a unit is used."""

@@ -11,7 +11,7 @@
     schedule         what the units of one root share, including optional units
     tree             from modules to units and roots
 
-A training step of ZeRO 3 uses units/unit.py, schedule/root.py, groups/param_group.py, weights/source.py,
-watch/calls.py, gradients/gradients.py and schedule/reduces.py. It does not use rows, formats, optional units and direct
-gradients.
+A training step of ZeRO 3 uses units/unit.py, units/leases.py, schedule/root.py, schedule/gathers.py,
+groups/param_group.py, weights/source.py, watch/calls.py, gradients/gradients.py and schedule/reduces.py. It does not
+use rows, formats, optional units and direct gradients.
 """

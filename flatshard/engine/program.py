@@ -127,6 +127,7 @@ class Program:
         self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
         self.gathered: list[int] = []  # units whose gathers the running pass has launched
         self.needed: dict[int, None] = {}  # units that the running pass has needed
+        self.left: set[int] = set()  # units that the running backward has left
         self._needs: list[int] = []  # the same in order, in a first pass
         self.turns = Turns(())
 
@@ -144,6 +145,7 @@ class Program:
         self.gathered, self.needed, self._needs = [], {}, []
         self.has_launched = False
         if kind is Pass.BACKWARD:
+            self.left = set()
             self.turns = Turns(self._reduces.get(self._kind[1], self._reversed), free and self.is_first)
 
     def need(self, unit: int, is_ahead: Callable[[int], bool]) -> Sequence[int]:

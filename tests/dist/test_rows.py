@@ -132,7 +132,7 @@ def _bytes(rank, world):
     root = unit_of(model).root
     sent = [
         operation.numbytes
-        for lane in (root.rows_lane, root.reduce_lane)
+        for lane in (root.gathers.rows_lane, root.reduce_lane)
         for operation in lane.history
         if operation.name == "0"
     ]

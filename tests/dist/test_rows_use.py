@@ -85,7 +85,7 @@ def _after_the_optimizer(rank, world):
     """An optimizer on another stream: what a look-up reads of main is ordered after the event that it is given."""
     model, event = _shard(_model()), torch.Event("cpu")
     model(torch.tensor([[1]])).backward()
-    lane = unit_of(model).root.rows_lane
+    lane = unit_of(model).root.gathers.rows_lane
     with mock.patch.object(type(lane), "ticket", autospec=True, return_value=DONE) as ticket:
         model.set_post_optim_event(event)
         model(torch.tensor([[1]]))

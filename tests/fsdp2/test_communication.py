@@ -189,7 +189,7 @@ def _event(rank, world):
         for rank_ in range(world):
             (reference(mine(rank_, world, number)).sum() / world).backward()
         other.step()
-    assert unit_of(model).root.main_event is None
+    assert unit_of(model).root.gathers.main_event is None
     model._set_unshard_async_op(True)  # it always is
     for found, wanted in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(found.full_tensor(), wanted.data)

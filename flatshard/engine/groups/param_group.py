@@ -59,9 +59,8 @@ class ParamGroup:
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
         self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
         self.is_full = False  # the modules hold full parameters
-        # The unit that owns it (`unit_with`), and those whose modules share some of the parameters.
-        self.owner: weakref.ref[Any] | None = None
-        self.borrowers: list[weakref.ref[Any]] = []
+        self.owner: weakref.ref[Any] | None = None  # a unit
+        self.borrowers: list[weakref.ref[Any]] = []  # units whose modules share some of the parameters
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
@@ -149,6 +148,11 @@ class ParamGroup:
         for param in self.params:
             param.full = None
             param.attributes = dict(param.sharded.__dict__)
+
+    @property
+    def units(self) -> list[Any]:
+        """The unit that owns it, and those whose modules share some of its parameters, while they exist."""
+        return [unit for ref in (self.owner, *self.borrowers) if ref is not None and (unit := ref()) is not None]
 
     @property
     def mesh(self) -> DeviceMesh:

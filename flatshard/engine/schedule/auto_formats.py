@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 
 from flatshard import _recording
-from flatshard.engine.units.intent import Lease
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import RootProtocol
 
 _WARMUP = 2  # steps before the one that is measured: the first has no prefetch
@@ -51,7 +51,7 @@ class AutoFormats:
             self._stop()
         exposed = self._recording.gather_waits(self._first, root)
         mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
-        found = root.gather_lane.most(root.meshes, mine, "the choice of gather formats")
+        found = root.gathers.lane.most(root.meshes, mine, "the choice of gather formats")
         for unit, nanoseconds in zip(root.units, found):
             if unit.policy.gather_format == "auto":
                 weights = sum(group.layout.payload for group in unit.groups if any(group.formats.encoded))

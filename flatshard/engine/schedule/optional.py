@@ -119,7 +119,7 @@ class OptionalRoot(Root):
                 continue
             if not over and backward and unit.is_ahead:
                 if not unit.is_gathered and unit.unshard_in_backward:
-                    self.gather_early(unit)
+                    self.gathers.launch_early(unit)
                 continue
             while within and not program.is_inside(index, within[-1].index):
                 within.pop().passed_over()

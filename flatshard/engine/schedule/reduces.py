@@ -14,7 +14,7 @@ from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
 from flatshard.engine.schedule.early_steps import EarlySteps
-from flatshard.engine.units.unit import RootProtocol, Unit, units_with
+from flatshard.engine.units.unit import RootProtocol, Unit
 from flatshard.layout import is_sharded
 from flatshard.policy import SEPARATE_GROUPS, SchedulePolicy
 
@@ -127,7 +127,7 @@ class Reduces:
 
     def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
         """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
-        others = [unit for unit in units_with(group) if unit.root is not self._root()] if group.borrowers else ()
+        others = [unit for unit in group.units if unit.root is not self._root()] if group.borrowers else ()
         return any(unit.is_awaited or not unit.intent.reduces for unit in others)
 
     def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:

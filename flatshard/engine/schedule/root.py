@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from flatshard import _recording, _torch
-from flatshard.buffer import CoalescedGather, Lane, Pool, destroy_unused_within, watch_over
+from flatshard.buffer import Lane, Pool, destroy_unused_within, watch_over
 from flatshard.engine import steps
 from flatshard.engine.gradients.reduction import Goal
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.schedule.agreement import Agreement, Announcer, check_model, patience
 from flatshard.engine.schedule.auto_formats import AutoFormats
+from flatshard.engine.schedule.gathers import Gathers
 from flatshard.engine.schedule.reduces import Reduces
 from flatshard.engine.units.changes import absorb_moved
-from flatshard.engine.units.intent import Lease
-from flatshard.engine.units.unit import Phase, Unit, unit_of, unit_with
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.unit import Phase, Unit, unit_with
 from flatshard.engine.weights.offload import HostCopy, prepare_in_turns
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 from flatshard.trust.record import PHASES, record
@@ -38,16 +37,6 @@ class Root:
         self.policy = policy
         self.device = device
         self.joins = True  # a backward waits for all its reduces at its end
-        self.main_event: Any = None  # all-gathers of the next forward wait for it instead of the current stream
-        self.gather_lane = Lane("gather", device)
-        # Look-ups must not queue behind prefetched all-gathers: the host may wait for a look-up.
-        looks_up = any(unit.rows is not None for unit in units)
-        own_rows = policy.separate_groups is not False
-        self.rows_lane = Lane("rows", device, own_groups=own_rows) if looks_up else self.gather_lane
-        self.gather_pool = Pool(self.gather_lane)
-        if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
-            # All-gathers along the inner axis must not queue behind the refresh along the outer one after a step.
-            self.gather_pool.refresh_lane = Lane("refresh", device)
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -56,14 +45,14 @@ class Root:
         checking = patience()
         self.program.checks = checking is not None
         # In check mode ranks compare over a separate lane, whose groups have a short timeout.
-        talk = self.gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
+        gather_lane = Lane("gather", device)
+        talk = gather_lane if checking is None else Lane("check", torch.device("cpu"), patience=checking)
         self.announcer = Announcer(self.program, talk)
+        self.gathers = Gathers(self, units, gather_lane, policy, self.announcer)
         self._has_agreed = False  # the ranks have compared their current models
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device)), policy, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
-        self._apart = frozenset(_experts(units)) if len(self.meshes) > 1 else frozenset[int]()
-        self._done: set[int] = set()  # units that the running backward has left
         # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
         self._step, self._taken = 1, steps.taken()
         self.task = -1  # the autograd graph task of the running backward
@@ -79,11 +68,19 @@ class Root:
     @property
     def units(self) -> list[Unit]:
         """The units in the order of registration."""
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return self.gathers.units
 
     def unit_at(self, index: int) -> Unit | None:
         """A unit by its number, if it still exists."""
         return self._units[index]()
+
+    @property
+    def gather_pool(self) -> Pool:
+        return self.gathers.pool
+
+    @property
+    def gather_lane(self) -> Lane:
+        return self.gathers.lane
 
     @property
     def reduce_pool(self) -> Pool:
@@ -99,8 +96,8 @@ class Root:
             raise RuntimeError("share_comm_ctx was called during a forward or backward; call it between steps")
         for unit in self.units:
             unit.release()
-        self.gather_lane, self.rows_lane = other.gather_lane, other.rows_lane
-        self.gather_pool, self.reduces.pool = other.gather_pool, other.reduces.pool
+        self.gathers.share(other.gathers)
+        self.reduces.pool = other.reduces.pool
         self.reduces.tell_lane()
 
     # Passes
@@ -141,14 +138,14 @@ class Root:
         if copies:  # main may change after a forward that no backward follows, while it is still read
             prepare_in_turns(copies, may_send_main=grads and entry.is_first)
         # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
-        self.refresh_order()
+        self.gathers.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
         record.phase = _PHASE[kind]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(kind, entry.index)
         for unit in self.units:
             if Lease.USER in unit.leases and not unit.shows_full:
-                self.gather(unit)
+                self.gathers.launch(unit)
                 unit.swap_in()
 
     def count_step(self) -> None:
@@ -177,7 +174,7 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
                 unit.forward_over(grads)
-        self._release_prefetched()
+        self.gathers.release_prefetched()
         self._end_pass()
 
     def begin_backward(self) -> None:
@@ -188,7 +185,6 @@ class Root:
         self.backwards += 1
         self.task = _torch.graph_task()
         _refuse_backward_of_two(self)
-        self._done.clear()
         self.reduces.begin(self.units)
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
@@ -209,7 +205,7 @@ class Root:
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.backward_over()
-        self._release_prefetched()
+        self.gathers.release_prefetched()
         self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
@@ -294,84 +290,29 @@ class Root:
         if self._recomputed == unit.index:
             self._recomputed = None  # in use again
         if gather and not unit.is_gathered:
-            self.gather(unit)
-        self._gather_next(unit, self.policy.max_gathered - 1)
+            self.gathers.launch(unit)
+            if unit.index == self.entry:
+                unit.note_state()
+        self.gathers.prefetch(unit, self.policy.max_gathered - 1)
         in_forward = self.program.running is not Pass.BACKWARD
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
-
-    def gather_ahead(self, unit: Unit) -> None:
-        """Prefetch the next units in place of ``unit``, which has been released."""
-        if unit.intent.prefetch_in_backward is None:
-            self._gather_next(unit, self.policy.max_gathered - (unit.index in self._apart))
-
-    def gather_early(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit that the running pass reaches later."""
-        self.gather(unit)
-        unit.leases[Lease.PREFETCH] = True
-
-    def gather(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit. No effect if it is already gathered."""
-        if self.program.announces and any(group.launches for group in unit.needs):
-            self.announcer.announce("gather", unit)
-        if torch.is_inference_mode_enabled() or self.program.is_profiled:
-            # Tensors created here outlive the pass; training could not write tensors of inference mode.
-            training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
-                self._launch_gather(unit)
-        else:
-            self._launch_gather(unit)
-        if unit.may_stay or unit.leases or unit.index == self.entry:
-            unit.note_state()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Launch the all-gathers of units outside of any pass. Their leases determine how long they stay gathered."""
         self.agree()
         for unit in units:
             absorb_moved(unit)
-        self.refresh_order()
+        self.gathers.refresh_order()
         for unit in units:
             for group in unit.groups:
                 if unit.is_first and not group.is_full:
                     group.renew()
-            self.gather(unit)
+            self.gathers.launch(unit)
 
     def _comes_later(self, index: int) -> bool:
         unit = self.unit_at(index)
         return unit is not None and unit.is_ahead
-
-    def _launch_gather(self, unit: Unit) -> None:
-        self.program.gathered.append(unit.index)
-        if not self.program.has_launched:
-            self.program.has_launched = any(group.launches for group in unit.needs)
-        lasting = unit.keeps_for_next and not unit.is_last and self.program.running is Pass.BACKWARD
-        if unit.needs and not unit.needs[1:]:
-            unit.needs[0].gather(self.gather_pool, unit.name, lasting)
-            return
-        absent = [group for group in unit.needs if group.ticket is None]
-        try:
-            with CoalescedGather(self.gather_lane):  # groups of several dtypes, frozen and trained ones: one launch
-                for group in absent:
-                    group.gather(self.gather_pool, unit.name, lasting)
-        except BaseException:
-            for group in absent:
-                group.give_up()
-            raise
-
-    def refresh_order(self) -> None:
-        """Order later all-gathers and look-ups after all work on the current stream, so that they read main after it.
-
-        With `main_event`, order them after that event instead; then look-ups wait for it too.
-        """
-        event, self.main_event = self.main_event, None
-        for lane in (self.gather_lane,) if event is None else (self.gather_lane, self.rows_lane):
-            with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
-                pass
-        if self.gather_pool.refresh_lane is not self.gather_lane:  # which may still read what is to be written
-            with self.gather_lane.entered():
-                so_far = self.gather_lane.mark()
-            with self.gather_pool.refresh_lane.entered((so_far,)):
-                pass
 
     def hold(self, units: Sequence[Unit]) -> None:
         """Keep the compute weights of these units as they are."""
@@ -379,19 +320,19 @@ class Root:
         for group in [group for unit in units for group in unit.groups if group.by_rows or group.is_extended]:
             reason = "sharded with rows=True" if group.by_rows else "a tensor subclass, encoded in each gather"
             raise NotImplementedError(f"hold_weights: '{group.params[0].name}' is {reason}; leave it out")
-        self.refresh_order()
+        self.gathers.refresh_order()
         for unit in units:
             for group in unit.groups:
-                group.hold(self.gather_pool, unit.name)
+                group.hold(self.gathers.pool, unit.name)
 
     def refresh(self, units: Sequence[Unit], only: Sequence[ParamGroup] | None = None) -> None:
         """Start to update the compute weights of these units, or of these groups, from main."""
         self._check_rest("refresh_weights")
-        self.refresh_order()
+        self.gathers.refresh_order()
         for unit in units:
             for group in unit.groups:
                 if only is None or group in only:
-                    group.refresh(self.gather_pool, unit.name)
+                    group.refresh(self.gathers.pool, unit.name)
 
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None:
         """Change the dtypes of these units, except that of main."""
@@ -429,72 +370,9 @@ class Root:
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
             other.release()
 
-    def _gather_next(self, unit: Unit, most: int) -> None:
-        """Prefetch the units that the user set, or those of the recorded order, until ``most`` of it are prefetched."""
-        if not self.policy.prefetch:
-            return
-        backward = self.program.running is Pass.BACKWARD
-        explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
-        if explicit is not None:
-            for module in (ref() for ref in explicit):
-                other = None if module is None else unit_of(module)
-                if other is not None and not other.is_gathered and other.rows is None:
-                    self.gather_early(other)
-            return
-        room, bytes_ahead = most, self.policy.max_gathered_bytes
-        for index in self.program.upcoming:
-            if room <= 0 and not bytes_ahead:
-                return
-            other = self._units[index]()
-            if other is None or other is unit:
-                continue
-            if Lease.PREFETCH in other.leases:
-                room -= index not in self._apart
-                continue
-            if other.is_gathered:
-                return  # the next unit is gathered; the one after it is prefetched when the next is needed
-            if not (other.unshard_in_backward if backward else other.unshard_in_forward):
-                continue
-            if backward and index in self._done:
-                continue  # a recompute has used it, or it needs no gather: this backward does not need it
-            if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
-                return
-            self.gather_early(other)
-            room -= index not in self._apart
-        if backward and self.policy.keep_for_next and not self.has_optional:
-            # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
-            for other in self.units:
-                kept = other.keeps_for_next and not other.is_last
-                if kept and not other.unshard_in_backward and not other.is_gathered:
-                    self.gather(other)
-
-    def _bytes_with(self, unit: Unit, other: Unit) -> int:
-        """The most memory of gathered weights if one more unit is prefetched; ``unit`` is used now, the others later.
-
-        Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
-        time.
-        """
-        ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
-        staying = one = 0
-        for each in (unit, *ahead, other):
-            # Full weights that are not decoded yet.
-            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
-            if each.nests or each.stays:
-                staying += opening
-            else:
-                one = max(one, opening)
-        arriving = sum(group.arriving_bytes for group in other.groups)
-        return self.gather_pool.live_bytes + arriving + staying + one
-
-    def _release_prefetched(self) -> None:
-        """Release units that the pass, which ends, has not reached."""
-        for unit in self.units:
-            if Lease.PREFETCH in unit.leases:
-                unit.release()
-
     def unit_left(self, unit: Unit) -> None:
         """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
-        self._done.add(unit.index)
+        self.program.left.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
         self.reduces.take_due()
@@ -509,12 +387,6 @@ class Root:
 
     def goes_through(self, forward: int) -> None:
         """The running backward has reached a call in this forward, given by number; it may go through several."""
-
-    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
-        """The rows of ``tokens`` in a unit that is an embedding by rows."""
-        assert unit.rows is not None
-        announce = functools.partial(self.announcer.announce, unit=unit) if self.program.announces else None
-        return unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
 
     # Agreement
 
@@ -539,9 +411,9 @@ class Root:
 
     def _end_pass(self) -> None:
         """The running pass has ended."""
-        if self.rows_lane is not self.gather_lane:
+        if self.gathers.rows_lane is not self.gathers.lane:
             self.program.has_launched = True  # a look-up
-        self.announcer.end_pass(self.units[0], self.gather_lane, self.reduces.pool.lane)
+        self.announcer.end_pass(self.units[0], self.gathers.lane, self.reduces.pool.lane)
         self.program.end(is_held=True in [Lease.USER in unit.leases for unit in self.units])
         record.phase = 0
 
@@ -567,18 +439,6 @@ def roots_that_ran() -> Iterator[list[Root]]:
         _ran = before
 
 
-def _experts(units: Sequence[Unit]) -> Iterator[int]:
-    """The units on another mesh than the unit around them, unless that is the root: experts in their blocks.
-
-    They do not count toward the prefetch limit. The host waits for token counts before experts run, and the units after
-    them must be launched before that wait.
-    """
-    for number, unit in enumerate(units):
-        around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
-        if around and around[-1].mesh != unit.mesh:
-            yield number
-
-
 WITH_OPTIONAL: weakref.WeakSet[Root] = weakref.WeakSet()  # roots that have optional units
 
 
@@ -596,7 +456,7 @@ def _refuse_backward_of_two(root: Root) -> None:
     """Raise if a backward that starts also goes through another model with optional units that it may skip."""
     for other in WITH_OPTIONAL:
         # It has reached that model, but not yet its root.
-        if other is not root and other._end is not None and other.task == root.task and 0 not in other._done:
+        if other is not root and other._end is not None and other.task == root.task and 0 not in other.program.left:
             raise RuntimeError(
                 "one backward goes through two sharded models, and the first that it reaches has optional units: ranks "
                 "that skip a unit would launch collectives in another order. Make both submodules of one module and "

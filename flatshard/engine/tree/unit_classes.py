@@ -45,7 +45,7 @@ class RowEmbedding(nn.Embedding):
                 f"forward of '{unit.name}' was called directly, without the module's hooks, which rows=True needs: "
                 "call the module"
             )
-        return unit.root.look_up(unit, input)
+        return unit.root.gathers.look_up(unit, input)
 
 
 class EntryPoints:

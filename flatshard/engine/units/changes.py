@@ -21,7 +21,7 @@ from flatshard.engine.groups.changes import Change, Names
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import group_of, owner_of, retire
 from flatshard.engine.parameters.sharded_param import ShardedParam, Site
-from flatshard.engine.units.intent import Lease
+from flatshard.engine.units.leases import Lease
 from flatshard.engine.units.unit import Phase, Unit
 
 

@@ -1,10 +1,9 @@
-"""The settings of a user for a unit, and why its full weights stay gathered."""
+"""The settings of a user for a unit."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from torch import nn
@@ -28,18 +27,3 @@ class Intent:
     separate_groups: bool | None = None
     prefetch_in_forward: Modules | None = None
     prefetch_in_backward: Modules | None = None
-
-
-class Lease(Enum):
-    """A reason to keep the full weights of a unit. Modules have full parameters under the first two.
-
-    A unit without any is resharded.
-    """
-
-    __hash__ = object.__hash__  # Enum's own is a Python function
-
-    PASS = "a pass"  # is running through the unit, or has recomputed it for its backward
-    USER = "gathered()"  # its block is running
-    PREFETCH = "prefetch"  # until the running pass reaches the unit, passes it over, or ends
-    NEXT = "the next pass"  # uses them if main has not changed by then
-    GRAPH = "a graph of gradients"  # of a backward with create_graph=True; its own backward reads the weights

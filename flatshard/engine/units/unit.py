@@ -22,7 +22,8 @@ from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import Plain, ShardedParam, Site
 from flatshard.engine.program import Pass, Program
 from flatshard.engine.rows import Rows
-from flatshard.engine.units.intent import Intent, Lease
+from flatshard.engine.units.intent import Intent
+from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
 from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
@@ -44,11 +45,21 @@ _UNIT = "_flatshard_unit"
 _numbers = itertools.count()
 
 
+class GathersProtocol(Protocol):
+    """The members of `Gathers` that units use."""
+
+    # fmt: off
+    @property
+    def lane(self) -> Lane: ...
+    def prefetch_instead(self, unit: Unit) -> None: ...
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
+    # fmt: on
+
+
 class RootProtocol(Protocol):
     """The members of a root that its units and its parts use: the state of the current pass, all-gathers, reduces."""
 
     program: Program
-    gather_lane: Lane
     meshes: list[DeviceMesh]
     entry: int | None  # the outermost unit whose forward is running
     forwards: int  # their number so far
@@ -60,6 +71,8 @@ class RootProtocol(Protocol):
     @property
     def units(self) -> list[Unit]: ...
     @property
+    def gathers(self) -> GathersProtocol: ...
+    @property
     def is_nested(self) -> bool: ...
     def begin_forward(self, entry: Unit) -> None: ...
     def end_forward(self, grads: bool) -> None: ...
@@ -67,11 +80,9 @@ class RootProtocol(Protocol):
     def need(self, unit: Unit, gather: bool = True) -> None: ...
     def linger(self, unit: Unit, grads: bool) -> None: ...
     def retain(self, unit: Unit) -> None: ...
-    def gather_ahead(self, unit: Unit) -> None: ...
     def goes_through(self, forward: int) -> None: ...
     def unit_left(self, unit: Unit) -> None: ...
     def group_complete(self, number: int) -> None: ...
-    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
     def give_up_broken(self) -> None: ...
     @property
@@ -83,7 +94,7 @@ Borrowed: TypeAlias = tuple[ParamGroup, ShardedParam, Site]  # a parameter of an
 FindRoot: TypeAlias = Callable[["Unit", nn.Module], RootProtocol]
 
 
-class Unit:
+class Unit(FullWeights):
     """The state of one `fully_shard` call. Its modules own it through their hooks; it has weak references to them."""
 
     def __init__(
@@ -99,11 +110,10 @@ class Unit:
         hooked: bool = True,
     ) -> None:
         """``find_root``: creates the root of a unit that has none, with this module as the root module."""
-        self.groups = list(groups)
-        self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
-        self.borrowed: list[Borrowed] = []  # those parameters, and their sites
+        super().__init__(groups)
+        self.borrowed: list[Borrowed] = []  # parameters of other units that are tied to its own, and their sites
         self.mesh, self.device, self.policy, self.intent = mesh, device, policy, intent
-        self.is_first = self.is_last = True  # of the micro-batches of an optimizer step
+        self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
         # contains an embedding may also multiply by its weights.
         self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
@@ -114,8 +124,6 @@ class Unit:
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
-        # Why its full weights stay gathered. Of `USER`, the number of blocks.
-        self.leases: dict[Lease, Any] = {}
         self.is_written = False  # the modules hold whole copies, for the user to write to
         self.rows: Rows | None = None  # of an embedding by rows
         self.plain: list[Plain] = []  # frozen parameters that stay whole
@@ -139,7 +147,6 @@ class Unit:
         self.nests = False  # it contains other units
         self.is_optional = False  # it, or a unit around it, is optional; never the root
         self.stays_for_backward = False  # only if `reshard_after_forward` is "auto"
-        self.keeps_for_next = False  # gathered between the micro-batches of a step
         self.derive()
 
     def ask(self, **changes: Any) -> None:
@@ -187,13 +194,6 @@ class Unit:
         if site.look() is not param.sharded:  # else two units share the module itself
             param.sites.append(site)
             site.put(param.sharded)
-
-    @property
-    def is_gathered(self) -> bool:
-        for group in self.needs:
-            if group.ticket is None:
-                return False
-        return True
 
     @property
     def is_at_rest(self) -> bool:
@@ -394,7 +394,7 @@ class Unit:
         if root.program.running is Pass.BACKWARD:
             if self.is_gathered and self._reshards_now:
                 self.release()
-            root.gather_ahead(self)
+            root.gathers.prefetch_instead(self)
             root.unit_left(self)
             self.rest()
         else:
@@ -515,14 +515,14 @@ class Unit:
             has_read = all(call.has_read for call in calls)
             if has_read and self.in_backward and self._reshards_now and self.is_gathered:
                 self.release()  # an embedding is to come
-                root.gather_ahead(self)
+                root.gathers.prefetch_instead(self)
             return
         if self.phase is Phase.BACKWARD:
             # The next unit's all-gather is launched before this unit's reduce, because only the former is waited for;
             # and after this unit's weights are released, so that it can use their memory.
             if self._reshards_now:
                 self.release()
-            root.gather_ahead(self)
+            root.gathers.prefetch_instead(self)
         root.unit_left(self)
         self.rest()
 
@@ -605,71 +605,6 @@ class Unit:
         self.rest()
         self.release(always=True)
 
-    # Gathered weights
-
-    def keep(self) -> None:
-        """Keep the gathered weights for the next pass, which uses them if main has not changed."""
-        self.leases[Lease.NEXT] = True
-        self.note_state()
-
-    def note_state(self) -> None:
-        """Record the state of main from which the weights were gathered: hooks may write main during a pass."""
-        for group in self.needs:
-            if group.made_of is None:
-                group.made_of = group.state
-
-    def keeps(self) -> bool:
-        """Whether a forward that starts can use the gathered weights."""
-        if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
-            return False
-        if self.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
-            return False
-        if any(group.made_of != group.state for group in self.needs):
-            return False
-        return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
-
-    @property
-    def shows_full(self) -> bool:
-        """Whether the modules hold full parameters."""
-        for group in self.needs:
-            if not group.is_full:
-                return False
-        return True
-
-    def swap_in(self) -> None:
-        """Wait for the all-gathers and put the full parameters into the modules, for `gathered` or for a pass."""
-        if Lease.USER not in self.leases:
-            self.leases[Lease.PASS] = True
-        for group in self.needs:
-            group.swap(to_full=True)
-
-    def release(self, always: bool = False) -> None:
-        """Release the gathered weights, unless another unit needs them. A running `gathered` block keeps them.
-
-        Weights that a graph of second order reads are only hidden, unless ``always``.
-        """
-        if Lease.GRAPH in self.leases and not always:
-            self.hide()
-            return
-        self.leases = {Lease.USER: self.leases[Lease.USER]} if Lease.USER in self.leases else {}
-        for group in self.needs:
-            leases = _leases_of_others(self, group) if group.borrowers else ()
-            if not leases:
-                if group.ticket is not None:
-                    group.release()
-            elif Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap(to_full=False)
-
-    def hide(self) -> None:
-        """Put the sharded parameters back after a pass, but keep the full weights gathered."""
-        self.leases.pop(Lease.PASS, None)
-        if Lease.USER in self.leases:
-            return
-        for group in self.needs:
-            leases = _leases_of_others(self, group) if group.borrowers else ()
-            if Lease.PASS not in leases and Lease.USER not in leases:
-                group.swap(to_full=False)
-
     def reshard(self) -> None:
         """Put the sharded parameters back, even if a later pass needs the full ones: it gathers them again.
 
@@ -686,11 +621,6 @@ class Unit:
             group.release()
         for group in self.groups:
             group.forget()
-
-
-def _leases_of_others(unit: Unit, group: ParamGroup) -> set[Lease]:
-    """The leases of other units that share a group with this one."""
-    return {lease for other in units_with(group) if other is not unit for lease in other.leases}
 
 
 def _gradient_arrives(unit: weakref.ref[Unit], index: int, is_complete: bool) -> None:
@@ -714,11 +644,6 @@ def unit_of(module: nn.Module) -> Unit | None:
 def own(module: nn.Module, unit: Unit) -> None:
     """Register a unit for `unit_of`."""
     module.__dict__[_UNIT] = unit
-
-
-def units_with(group: ParamGroup) -> list[Unit]:
-    """The unit that owns a group, and those whose modules share some of its parameters, while they exist."""
-    return [unit for ref in (group.owner, *group.borrowers) if ref is not None and (unit := ref()) is not None]
 
 
 def unit_with(group: ParamGroup) -> Unit | None:

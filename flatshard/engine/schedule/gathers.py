@@ -1,0 +1,187 @@
+"""The all-gathers of a root: when they are launched, and which of them before a pass reaches their unit."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from flatshard.buffer import CoalescedGather, Lane, Pool
+from flatshard.engine.program import Pass
+from flatshard.engine.schedule.agreement import Announcer
+from flatshard.engine.units.leases import Lease
+from flatshard.engine.units.unit import RootProtocol, Unit, unit_of
+from flatshard.policy import SchedulePolicy
+
+
+class Gathers:
+    """Units are numbers, in the order of registration, as in `Program`. The root owns this object."""
+
+    def __init__(
+        self, root: RootProtocol, units: Sequence[Unit], lane: Lane, policy: SchedulePolicy, announcer: Announcer
+    ) -> None:
+        self.lane = lane
+        self.main_event: Any = None  # all-gathers of the next forward wait for it instead of the current stream
+        # Look-ups must not queue behind prefetched all-gathers: the host may wait for a look-up.
+        looks_up = any(unit.rows is not None for unit in units)
+        own_rows = policy.separate_groups is not False
+        self.rows_lane = Lane("rows", lane.device, own_groups=own_rows) if looks_up else lane
+        self.pool = Pool(lane)
+        if any(group.source.is_gathered_twice for unit in units for group in unit.groups):
+            # All-gathers along the inner axis must not queue behind the refresh along the outer one after a step.
+            self.pool.refresh_lane = Lane("refresh", lane.device)
+        self._policy, self._program, self._announcer = policy, root.program, announcer
+        self._units = [weakref.ref(unit) for unit in units]
+        self._apart = frozenset(_experts(units)) if len(root.meshes) > 1 else frozenset[int]()
+        self._keeps_for_next = bool(policy.keep_for_next) and not root.has_optional
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units in the order of registration."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def share(self, other: Gathers) -> None:
+        """Use the lanes and the pool of another root."""
+        self.lane, self.rows_lane, self.pool = other.lane, other.rows_lane, other.pool
+
+    def refresh_order(self) -> None:
+        """Order later all-gathers and look-ups after all work on the current stream, so that they read main after it.
+
+        With `main_event`, order them after that event instead; then look-ups wait for it too.
+        """
+        event, self.main_event = self.main_event, None
+        for lane in (self.lane,) if event is None else (self.lane, self.rows_lane):
+            with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
+                pass
+        if self.pool.refresh_lane is not self.lane:  # which may still read what is to be written
+            with self.lane.entered():
+                so_far = self.lane.mark()
+            with self.pool.refresh_lane.entered((so_far,)):
+                pass
+
+    def launch(self, unit: Unit) -> None:
+        """Launch the all-gather of a unit. No effect if it is already gathered."""
+        if self._program.announces and any(group.launches for group in unit.needs):
+            self._announcer.announce("gather", unit)
+        if torch.is_inference_mode_enabled() or self._program.is_profiled:
+            # Tensors created here outlive the pass; training could not write tensors of inference mode.
+            training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
+                self._gather(unit)
+        else:
+            self._gather(unit)
+        if unit.may_stay or unit.leases:
+            unit.note_state()
+
+    def _gather(self, unit: Unit) -> None:
+        self._program.gathered.append(unit.index)
+        if not self._program.has_launched:
+            self._program.has_launched = any(group.launches for group in unit.needs)
+        lasting = unit.keeps_for_next and not unit.is_last and self._program.running is Pass.BACKWARD
+        if unit.needs and not unit.needs[1:]:
+            unit.needs[0].gather(self.pool, unit.name, lasting)
+            return
+        absent = [group for group in unit.needs if group.ticket is None]
+        try:
+            with CoalescedGather(self.lane):  # groups of several dtypes, frozen and trained ones: one launch
+                for group in absent:
+                    group.gather(self.pool, unit.name, lasting)
+        except BaseException:
+            for group in absent:
+                group.give_up()
+            raise
+
+    def launch_early(self, unit: Unit) -> None:
+        """Launch the all-gather of a unit that the running pass reaches later."""
+        self.launch(unit)
+        unit.leases[Lease.PREFETCH] = True
+
+    def prefetch_instead(self, unit: Unit) -> None:
+        """Prefetch the next units in place of ``unit``, which has been released."""
+        if unit.intent.prefetch_in_backward is None:
+            self.prefetch(unit, self._policy.max_gathered - (unit.index in self._apart))
+
+    def prefetch(self, unit: Unit, most: int) -> None:
+        """Prefetch the units that the user set, or those of the recorded order, until ``most`` of it are prefetched."""
+        if not self._policy.prefetch:
+            return
+        backward = self._program.running is Pass.BACKWARD
+        explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
+        if explicit is not None:
+            for module in (ref() for ref in explicit):
+                other = None if module is None else unit_of(module)
+                if other is not None and not other.is_gathered and other.rows is None:
+                    self.launch_early(other)
+            return
+        room, bytes_ahead = most, self._policy.max_gathered_bytes
+        for index in self._program.upcoming:
+            if room <= 0 and not bytes_ahead:
+                return
+            other = self._units[index]()
+            if other is None or other is unit:
+                continue
+            if Lease.PREFETCH in other.leases:
+                room -= index not in self._apart
+                continue
+            if other.is_gathered:
+                return  # the next unit is gathered; the one after it is prefetched when the next is needed
+            if not (other.unshard_in_backward if backward else other.unshard_in_forward):
+                continue
+            if backward and index in self._program.left:
+                continue  # a recompute has used it, or it needs no gather: this backward does not need it
+            if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
+                return
+            self.launch_early(other)
+            room -= index not in self._apart
+        if backward and self._keeps_for_next:
+            # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
+            for other in self.units:
+                kept = other.keeps_for_next and not other.is_last
+                if kept and not other.unshard_in_backward and not other.is_gathered:
+                    self.launch(other)
+
+    def _bytes_with(self, unit: Unit, other: Unit) -> int:
+        """The most memory of gathered weights if one more unit is prefetched; ``unit`` is used now, the others later.
+
+        Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
+        time.
+        """
+        ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
+        staying = one = 0
+        for each in (unit, *ahead, other):
+            # Full weights that are not decoded yet.
+            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
+            if each.nests or each.stays:
+                staying += opening
+            else:
+                one = max(one, opening)
+        arriving = sum(group.arriving_bytes for group in other.groups)
+        return self.pool.live_bytes + arriving + staying + one
+
+    def release_prefetched(self) -> None:
+        """Release units that the pass, which ends, has not reached."""
+        for unit in self.units:
+            if Lease.PREFETCH in unit.leases:
+                unit.release()
+
+    def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of ``tokens`` in a unit that is an embedding by rows."""
+        assert unit.rows is not None
+        announce = functools.partial(self._announcer.announce, unit=unit) if self._program.announces else None
+        return unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
+
+
+def _experts(units: Sequence[Unit]) -> Iterator[int]:
+    """The units on another mesh than the unit around them, unless that is the root: experts in their blocks.
+
+    They do not count toward the prefetch limit. The host waits for token counts before experts run, and the units after
+    them must be launched before that wait.
+    """
+    for number, unit in enumerate(units):
+        around = [other for other in units[1:] if unit.name.startswith(f"{other.name}.")]
+        if around and around[-1].mesh != unit.mesh:
+            yield number
