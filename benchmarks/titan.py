@@ -82,6 +82,7 @@ def parallelized(
     precision: str = "float32",
     tied: bool = False,
     compiled: str | None = None,
+    offload: bool = False,
     degrees: dict[str, int],
 ) -> tuple[Any, Any]:
     """One of torchtitan's models, on the meta device, after torchtitan's code to parallelize it; and its config.
@@ -98,7 +99,7 @@ def parallelized(
     config = getattr(registry, f"{name}_debugmodel")()
     config.model_spec = spec = models.model_registry(flavor, attn_backend="flex")
     config.training.seq_len, config.training.local_batch_size = seq, batch
-    config.training.mixed_precision_param = precision
+    config.training.mixed_precision_param, config.training.enable_cpu_offload = precision, offload
     config.parallelism.spmd_backend = backend
     if compiled is not None:
         config.compile = CompileConfig(enable=True, components=["model"], backend=compiled)

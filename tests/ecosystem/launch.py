@@ -7,6 +7,7 @@ import os
 from unittest import mock
 
 import flatshard
+from flatshard.engine.units.unit import unit_of
 
 WAYS = ("ours", "theirs")
 
@@ -37,3 +38,9 @@ def launched(rank, world, port, way):
 
 def is_ours(model):
     return isinstance(model, flatshard.FSDPModule)
+
+
+def in_host_memory(model):
+    """Whether the groups of the model have their main weights there; both if some have."""
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    return {group.home.host for unit in units for group in unit.groups}

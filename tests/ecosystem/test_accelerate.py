@@ -12,22 +12,25 @@ pytest.importorskip("transformers", minversion="5")
 accelerate = pytest.importorskip("accelerate")
 from tests.bench.script import free_port  # noqa: E402
 from tests.ecosystem.architectures import ARCHITECTURES  # noqa: E402
-from tests.ecosystem.launch import WAYS, is_ours, launched  # noqa: E402
+from tests.ecosystem.launch import WAYS, in_host_memory, is_ours, launched  # noqa: E402
+from tests.fsdp2.test_offload import keep_apart  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.limit(300)]
 LAYER = "LlamaDecoderLayer"
 
 
-def _accelerated(rank, world, way, precision, folder, port):
+def _accelerated(rank, world, way, precision, offloads, folder, port):
     """Losses, norms and whole weights of three steps; state saved, spoilt and loaded."""
     architecture = ARCHITECTURES["llama-tied"]
     batches = [architecture.inputs(torch.Generator().manual_seed(number)) for number in range(8)]
-    with launched(rank, world, port, way):
+    with launched(rank, world, port, way), pytest.MonkeyPatch.context() as patch:
+        keep_apart(patch)
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=[LAYER],
             cpu_ram_efficient_loading=True,
+            cpu_offload=offloads and way == "ours",  # FSDP2 pins memory, which takes a GPU
             state_dict_type="SHARDED_STATE_DICT",
         )
         accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)
@@ -35,6 +38,7 @@ def _accelerated(rank, world, way, precision, folder, port):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer = accelerator.prepare(model, optimizer)
         assert is_ours(model) == (way == "ours")
+        assert way == "theirs" or in_host_memory(model) == {offloads}
         found = []
         for number in range(3):
             with accelerator.accumulate(model):
@@ -57,9 +61,9 @@ def _accelerated(rank, world, way, precision, folder, port):
         return found, {name: value.clone() for name, value in weights.items()} if rank == 0 else None
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate_gives_the_losses_of_fsdp2(ranks, precision, tmp_path):
-    ours, theirs = (ranks(2, _accelerated, way, precision, str(tmp_path / way), free_port()) for way in WAYS)
+@pytest.mark.parametrize(("precision", "offloads"), [("no", False), ("bf16", False), ("no", True)])
+def test_accelerate_gives_the_losses_of_fsdp2(ranks, precision, offloads, tmp_path):
+    ours, theirs = (ranks(2, _accelerated, way, precision, offloads, str(tmp_path / way), free_port()) for way in WAYS)
     for (found, weights), (wanted, others) in zip(ours, theirs):
         torch.testing.assert_close(found, wanted, rtol=1e-5 if precision == "no" else 1e-2, atol=1e-5)
         if others is not None:

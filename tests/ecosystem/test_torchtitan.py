@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import flatshard
 from benchmarks.titan import imported, loss_by_chunks, parallelized
+from tests.ecosystem.launch import in_host_memory
+from tests.fsdp2.test_offload import keep_apart
 
 pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.full, pytest.mark.limit(400)]
-# model, tied embeddings, compiled blocks, a loss that calls the head chunk by chunk, and degrees of parallelism
+# model, tied embeddings, compiled blocks, a loss that calls the head chunk by chunk, weights in host memory, degrees of
+# parallelism
 CASES = {
-    "dense": ("llama3", False, False, False, {}),
-    "tied, chunked loss": ("llama3", True, False, True, {}),
-    "compiled": ("llama3", False, True, False, {}),
-    "experts": ("deepseek_v3", False, False, True, {}),
-    "replicas": ("llama3", False, False, False, {"dp_replicate": 2}),
-    "tensor parallel": ("llama3", False, False, False, {"tp": 2}),
+    "dense": ("llama3", False, False, False, False, {}),
+    "tied, chunked loss": ("llama3", True, False, True, False, {}),
+    "compiled": ("llama3", False, True, False, False, {}),
+    "experts": ("deepseek_v3", False, False, True, False, {}),
+    "replicas": ("llama3", False, False, False, False, {"dp_replicate": 2}),
+    "tensor parallel": ("llama3", False, False, False, False, {"tp": 2}),
+    "host memory": ("llama3", False, False, False, True, {}),
 }
 
 
 def _train(rank, world, case, way):
     """Losses and norms of three steps."""
-    name, tied, compiled, chunked, more = CASES[case]
+    name, tied, compiled, chunked, offload, more = CASES[case]
+    offload = offload and way == "ours"  # FSDP2 pins memory, which takes a GPU
     imported(name)  # what is imported while flatshard is installed stays with it
     if way == "ours":
         flatshard.install()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(flatshard.uninstall)
+        keep_apart(stack.enter_context(pytest.MonkeyPatch.context()))
         degrees = {"dp_shard": 2} | more
         model, config = parallelized(
-            name, layers=2, tied=tied, compiled="aot_eager" if compiled else None, degrees=degrees
+            name, layers=2, tied=tied, compiled="aot_eager" if compiled else None, offload=offload, degrees=degrees
         )
         assert isinstance(model, flatshard.FSDPModule) == (way == "ours")
+        if way == "ours":
+            assert in_host_memory(model) == {offload}
         for module in model.modules():
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # the control would have Gloo scale sums
@@ -46,8 +57,6 @@ def _train(rank, world, case, way):
                 parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
         loss_of = loss_by_chunks(model, config) if chunked else None
         return _steps(model.train(), rank // degrees.get("tp", 1), loss_of)
-    finally:
-        flatshard.uninstall()
 
 
 def _steps(model, rank, loss_of):

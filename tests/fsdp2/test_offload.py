@@ -39,7 +39,8 @@ def apart(request):
     return request.param
 
 
-def _keep_apart(monkeypatch):
+def keep_apart(monkeypatch):
+    """Let a mesh of CPUs copy to and from "host memory", as a mesh of accelerators does."""
     of = classmethod(lambda cls, device, policy: cls(device, isinstance(policy, CPUOffloadPolicy), False))
     monkeypatch.setattr(Home, "of", of)
 
@@ -47,7 +48,7 @@ def _keep_apart(monkeypatch):
 def _train(rank, world, apart, choices, sizes):
     with pytest.MonkeyPatch.context() as patch:
         if apart:
-            _keep_apart(patch)
+            keep_apart(patch)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         reference, model = build(), shard(build(), CPUOffloadPolicy(), mesh=mesh, **choices)
     assert all(group.home.host == apart for module in model for group in unit_of(module).groups)
@@ -102,7 +103,7 @@ def _meta(rank, world, apart, folder):
     """A meta model that is given weights parameter by parameter; saved and loaded."""
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         if apart:
-            _keep_apart(patch)
+            keep_apart(patch)
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         shard(model, CPUOffloadPolicy(pin_memory=False))
     torch.manual_seed(0)
@@ -155,7 +156,7 @@ def _with_feature(rank, world, feature):
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
         with pytest.MonkeyPatch.context() as patch:
             if isinstance(policy, CPUOffloadPolicy):
-                _keep_apart(patch)
+                keep_apart(patch)
             model = shard_net(
                 make_net(recompute="non-reentrant" if feature == "recompute" else None),
                 offload_policy=policy,
@@ -222,7 +223,7 @@ def test_no_more_is_pinned_than_the_limit(monkeypatch):
 def _sums(rank, world):
     """A sum that does not fit in the dtype of gradients, although what it is divided to does."""
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         model = nn.Linear(4, 2, bias=False).half()
         fully_shard(
             model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), offload_policy=CPUOffloadPolicy()
@@ -239,7 +240,7 @@ def test_sums_are_divided_before_they_are_cast(ranks):
 def _casts(rank, world):
     """Of a step of two micro-batches."""
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
         cast, plain = [], HostCopy._run
         patch.setattr(HostCopy, "_run", lambda *given: cast.append(given) or plain(*given))
@@ -263,7 +264,7 @@ def _sent(rank, world):
     """
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         sent, send, settle = [], HostCopy.send, HostCopy.settle
         patch.setattr(HostCopy, "send", lambda *given: sent.append("any") or send(*given))
         patch.setattr(HostCopy, "settle", lambda self: sent.append("cast") or settle(self))
@@ -299,7 +300,7 @@ def test_a_gather_waits_for_the_cast_only_while_the_bus_is_busy(ranks):
 
 def _failed(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
         x = torch.randn(2, 5)
         expected = model(x)
@@ -317,7 +318,7 @@ def test_a_cast_that_failed_is_repeated(ranks):
 
 def _inferred(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         model = shard(build(), CPUOffloadPolicy(), mp_policy=MixedPrecisionPolicy(**BF16))
     x = torch.randn(2, 5)
     with torch.inference_mode():
@@ -333,7 +334,7 @@ def test_the_first_pass_may_be_one_of_inference(ranks):
 def _outer(rank, world, policy):
     """Losses of steps on the device, with optimizer state sharded over an outer axis."""
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
         mixed = MixedPrecisionPolicy(**BF16)
         model = shard_net(make_net(), offload_policy=policy, mp_policy=mixed, mesh=mesh, outer_strategy="optim")
@@ -375,7 +376,7 @@ def _share(rank, world, wanted, in_backward):
     """The last blocks are in host memory, the others are not; training equals one process."""
     reference = _blocks()
     with pytest.MonkeyPatch.context() as patch:
-        _keep_apart(patch)
+        keep_apart(patch)
         model = _blocks()
         choices = {"units": [nn.Sequential], "offload_policy": CPUOffloadPolicy(), "offload_bytes": wanted}
         table = flatshard.shard_model(model, **choices)
