@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from flatshard.gathering import gathered
     from flatshard.installing import install, uninstall
     from flatshard.model import shard_model
-    from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+    from flatshard.module import (
+        FSDPModule, GradientReductionHandle, UnshardHandle, register_fsdp_forward_method, share_comm_ctx,
+    )  # fmt: skip
     from flatshard.optim.clip import clip_grad_norm_, find_nonfinite, grad_norms, sum_shared_gradients, weight_norms
     from flatshard.optim.step import fully_shard_optimizer, whole_optimizer
     from flatshard.policy import (
@@ -43,7 +45,9 @@ _HOMES = {
     "gathering": ("gathered",),
     "installing": ("install", "uninstall"),
     "model": ("shard_model",),
-    "module": ("FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"),
+    "module": (
+        "FSDPModule", "GradientReductionHandle", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx",
+    ),
     "optim.clip": ("clip_grad_norm_", "find_nonfinite", "grad_norms", "sum_shared_gradients", "weight_norms"),
     "optim": (),
     "optim.step": ("fully_shard_optimizer", "whole_optimizer"),
@@ -57,8 +61,9 @@ _HOMES = {
 __getattr__, __dir__ = attach(__name__, _HOMES)
 
 __all__ = [
-    "CPUOffloadPolicy", "Captured", "DataParallelMeshDims", "Experts", "FSDPModule", "MixedPrecisionPolicy",
-    "OffloadPolicy", "PeerError", "Placements", "SchedulePolicy", "Sharding", "Summary", "Synced", "UnshardHandle",
+    "CPUOffloadPolicy", "Captured", "DataParallelMeshDims", "Experts", "FSDPModule", "GradientReductionHandle",
+    "MixedPrecisionPolicy", "OffloadPolicy", "PeerError", "Placements", "SchedulePolicy", "Sharding", "Summary",
+    "Synced", "UnshardHandle",
     "capture", "check_buffers", "checkpoint", "clip_grad_norm_", "destroy_groups", "direct_wgrads", "find_nonfinite",
     "fully_shard", "fully_shard_optimizer", "gathered", "grad_norms", "install", "materialize", "microbatch",
     "no_shard", "offer_main_grads", "receive_weights", "register_fsdp_forward_method", "shard_model", "share_comm_ctx",

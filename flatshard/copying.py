@@ -129,7 +129,10 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
     ignored = frozenset(memo[id(p)] for p in own if OWNER not in p.__dict__ and id(p) not in plain)
     known: Choices = unit.choices
     where = replace(known.where, choose=lambda parameter: Sharding(dims[id(parameter)]))
-    return replace(known, ignored=ignored, where=where)
+    keeping = {memo[id(m.sharded)] for group in unit.groups if group.keeps_dtype for m in group.params}
+    keeping |= {memo[id(each.parameter)] for each in unit.plain if each.keeps_dtype}
+    precision = replace(known.precision, param_dtype_override_fn=lambda p: p.dtype if p in keeping else None)
+    return replace(known, ignored=ignored, where=where, precision=precision)
 
 
 def _blank(group: ParamGroup, index: int) -> nn.Parameter:

@@ -15,13 +15,20 @@ from typing import Any
 
 from flatshard import _torch, hf
 from flatshard.api import fully_shard, installed
-from flatshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from flatshard.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from flatshard.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 _log = logging.getLogger("flatshard")
 _POLICIES = CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 _FUNCTIONS = fully_shard, register_fsdp_forward_method, share_comm_ctx
-_OURS: dict[str, Any] = {ours.__name__: ours for ours in (FSDPModule, UnshardHandle, *_POLICIES, *_FUNCTIONS)}
+_CLASSES = FSDPModule, GradientReductionHandle, UnshardHandle
+_OURS: dict[str, Any] = {ours.__name__: ours for ours in (*_CLASSES, *_POLICIES, *_FUNCTIONS)}
 _changed: list[tuple[types.ModuleType, str, Any, Any]] = []  # module, name, their value, our value
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -135,6 +136,12 @@ class FSDPModule(TorchFSDPModule):
         """
         _ask(self, recurse, reshard_after_backward=_arguments.flag("reshard_after_backward", reshard_after_backward))
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True: full parameters keep their memory after they are resharded, and so their addresses. (Of torch 2.15.)"""
+        keep = _arguments.flag("keep", keep)
+        for group in _groups(self, recurse):
+            group.keep_storage(keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit, because no gradient needs its weights (an embedding)."""
         _unit(self).ask(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
@@ -208,7 +215,44 @@ class FSDPModule(TorchFSDPModule):
         It applies to the whole model. Gradients are complete after a backward with True. It does not change how far
         gradients are reduced: see `set_requires_gradient_sync` and `microbatch`.
         """
-        _root(self).joins = _arguments.flag("is_last_backward", is_last_backward)
+        _root(self).is_last_backward = _arguments.flag("is_last_backward", is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True: backwards end without waiting for their reduces, until `finalize_backward`. (Of torch 2.15.)
+
+        Call it on the root before a forward. It takes precedence over `set_is_last_backward`.
+        """
+        root = _outermost("set_manual_backward_finalization", self)
+        enabled = _arguments.flag("enabled", enabled)
+        if enabled != root.finalizes_by_hand and _torch.in_backward():
+            raise RuntimeError(
+                "set_manual_backward_finalization was called during a backward; call it before the forward"
+            )
+        root.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """After all backwards of a step: reduce the gradients that they have left unreduced, and wait for all reduces.
+
+        Call it on the root, after ``set_manual_backward_finalization(True)`` and, if gradient synchronization was off,
+        with it on again. Parameters are resharded as their settings say. With ``async_op``, gradients can be read after
+        ``wait`` of the returned handle. No effect before the first forward.
+        """
+        async_op = _arguments.flag("async_op", async_op)
+        if root_of(_unit(self)) is None:
+            return GradientReductionHandle(None) if async_op else None
+        root = _outermost("finalize_backward", self)
+        if not root.finalizes_by_hand:
+            raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before the forward")
+        if _torch.in_backward():
+            raise RuntimeError("finalize_backward was called during a backward; call it after backward has returned")
+        if root.finalizing is not None:
+            raise RuntimeError("finalize_backward: call wait() of the handle that its last call has returned first")
+        root.reduce_accumulated()
+        handle = GradientReductionHandle(root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor``, in this unit, instead of taking their mean."""
@@ -252,6 +296,8 @@ class FSDPModule(TorchFSDPModule):
         policy = own_policy(mp_policy)
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"set_mp_policy takes a flatshard.MixedPrecisionPolicy, not {mp_policy!r}")
+        if policy.param_dtype_override_fn is not None:
+            raise ValueError("param_dtype_override_fn is called when a module is sharded: give it to fully_shard")
         units = _units(self, recurse)
         awaited = next((unit for unit in units if unit.is_awaited), None)
         if awaited is not None:
@@ -389,11 +435,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """`reset`; it must be called on the root."""
-        unit, top = _unit(self), _root(self).units[0]
-        if top is not unit:
-            told = f"'{unit.name}' is not the root, '{top.name}' is"
-            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module; {told}")
-        self.reset()
+        _outermost("reset_iter_state", self).reset()
 
 
 def _refuse(name: str) -> Callable[..., None]:
@@ -422,6 +464,25 @@ class UnshardHandle(TorchUnshardHandle):
             if unit.is_gathered:
                 unit.swap_in()
         self._units = ()
+
+
+class GradientReductionHandle(getattr(torch.distributed.fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]
+    """The reduces that `FSDPModule.finalize_backward` has left in flight."""
+
+    def __init__(self, root: Root | None) -> None:
+        self._root, self._token = root, object()
+        if root is not None:
+            root.finalizing = self._token
+
+    def wait(self) -> None:
+        """Order the current stream after the reduces, so that gradients can be read."""
+        root, self._root = self._root, None
+        if root is None:
+            return
+        if root.finalizing is not self._token:
+            raise RuntimeError("these gradients were discarded by reset_iter_state, or reset")
+        root.finalizing = None
+        root.reduces.join()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -497,6 +558,15 @@ def _unit(module: Any) -> Unit:
 
 def _root(module: Any) -> Root:
     return find_root(_unit(module), module)
+
+
+def _outermost(method: str, module: Any) -> Root:
+    """The root of a module that is to be the outermost unit."""
+    unit, root = _unit(module), _root(module)
+    if root.units[0] is not unit:
+        told = f"'{unit.name}' is not the root, '{root.units[0].name}' is"
+        raise RuntimeError(f"{method} must be called on the root FSDP module; {told}")
+    return root
 
 
 def _roots(module: FSDPModule, recurse: bool) -> list[Root]:

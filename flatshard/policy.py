@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _arguments
+from flatshard import _arguments, _torch
 from flatshard.layout import Block, Flat, Partial, Placement, Replicate, is_sharded
 
 
@@ -32,9 +32,12 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     """The dtypes of a unit. ``None`` changes nothing. A subclass of PyTorch's class of this name.
 
     ``param_dtype``: dtype of the compute weights, in which forward, backward and all-gather run.
-    ``reduce_dtype``: dtype in which gradients are reduced; default: ``param_dtype``.
+    ``reduce_dtype``: dtype in which gradients are reduced; default: as FSDP2 of the installed torch, ``param_dtype``
+    before torch 2.15 and ``grad_dtype`` since.
     ``output_dtype``: floating-point outputs of the unit's forward are cast to it.
     ``cast_forward_inputs``: floating-point inputs of the forward are cast to ``param_dtype``.
+    ``param_dtype_override_fn``: a function of a parameter, called when it is sharded; if it returns the parameter's own
+    dtype, that is the dtype of its compute weights, and if it returns None, ``param_dtype`` is. (Of torch 2.15.)
     ``main_dtype``: dtype of the main weights (optimizer, checkpoints); default: the dtype of the parameter.
     ``grad_dtype``: dtype of the reduced gradients (``.grad``); default: ``main_dtype``.
 
@@ -64,6 +67,9 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     stochastic: bool = False
     # Not in the repr, which ranks compare: a function's differs between them. They compare what it returned instead.
     encodes: Callable[[str, nn.Parameter], bool] | None = field(default=None, repr=False)
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, repr=False, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dtype"):
@@ -84,8 +90,9 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
         _arguments.whole_number("block", self.block, 16)
         if self.block & (self.block - 1) or self.block > 1024:
             raise ValueError(f"block={self.block}: must be a power of two from 16 to 1024")
-        if self.encodes is not None and not callable(self.encodes):
-            raise TypeError(f"encodes={self.encodes!r}: must be a function of a name and a parameter, or None")
+        for name, of in (("encodes", "a name and a parameter"), ("param_dtype_override_fn", "a parameter")):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name}={getattr(self, name)!r}: must be a function of {of}, or None")
 
     def reduce_formats(self, axes: int) -> tuple[ReduceFormat | None, ...]:
         """The reduce format of each axis of a mesh with ``axes`` axes."""
@@ -95,6 +102,20 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     @property
     def has_formats(self) -> bool:
         return self.gather_format is not None or self.reduce_format not in (None, (None, None))
+
+    def keeps_dtype(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether `param_dtype_override_fn` lets a parameter compute in its own dtype instead of ``param_dtype``."""
+        found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+        if found not in (None, self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype; for "
+                f"'{name}' of {parameter.dtype} it returned {found!r}, and param_dtype is {self.param_dtype}"
+            )
+        return found is not None and self.param_dtype not in (None, found)
+
+    def of_group(self, keeps_dtype: bool) -> MixedPrecisionPolicy:
+        """The policy of parameters that compute in their own dtype, or of the others."""
+        return replace(self, param_dtype=None if keeps_dtype else self.param_dtype, param_dtype_override_fn=None)
 
     # Dtypes of one parameter group. ``own`` is the dtype that its parameters had before sharding.
 
@@ -108,7 +129,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
     def reduce_of(self, compute: torch.dtype, grad: torch.dtype) -> torch.dtype:
         """The dtype of a reduce."""
-        return self.reduce_dtype or compute
+        return self.reduce_dtype or (grad if _torch.REDUCES_IN_GRAD_DTYPE else compute)
 
 
 @dataclass(frozen=True)

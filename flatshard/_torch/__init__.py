@@ -1,4 +1,4 @@
-"""Every private name of torch, and every name that changes between versions. Tested with torch 2.11 and 2.13.
+"""Every private name of torch, and every name that changes between versions. Tested with torch 2.11, 2.13 and 2.15.
 
 The functions only translate. They contain no logic of flatshard.
 """
@@ -27,8 +27,8 @@ from flatshard._torch.dtensors import (
     spec_with_dtype,
 )
 from flatshard._torch.fsdp import (
-    FSDP_BODY, FSDP_HOMES, FSDP_INTERNALS, FSDP_NAMES, FSDPState, is_replicated, is_shipped_comm, let_torch_find,
-    mark_managed, mark_sharded, mesh_info, shipped_comms,
+    FSDP_BODY, FSDP_HOMES, FSDP_INTERNALS, FSDP_NAMES, REDUCES_IN_GRAD_DTYPE, FSDPState, is_replicated,
+    is_shipped_comm, let_torch_find, mark_managed, mark_sharded, mesh_info, shipped_comms,
 )
 from flatshard._torch.groups import (
     PrefixStore, TCPStore, backend_name, backend_of, backends_of, default_store, limit_of, lost_a_peer, new_group,

@@ -31,6 +31,9 @@ FSDP_NAMES: dict[str, Any] = {
     name: getattr(torch.distributed.fsdp._fully_shard, name) for name in torch.distributed.fsdp._fully_shard.__all__
 }
 
+# Since torch 2.15, FSDP2 reduces in the dtype of gradients unless `reduce_dtype` is given; before, in `param_dtype`.
+REDUCES_IN_GRAD_DTYPE = "GradientReductionHandle" in FSDP_NAMES
+
 
 def mark_sharded(module: nn.Module) -> None:
     """Mark a module for torch's `replicate`, which then ignores its parameters."""

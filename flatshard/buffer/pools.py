@@ -130,15 +130,18 @@ class Pool:
         if self.live_buffers > self.peak_buffers:
             self.peak_buffers = self.live_buffers
 
-    def release(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor, keep: bool = False) -> None:
         """Free the storage after all work that has been enqueued on the current stream.
 
         Work of the lane itself on the storage is ordered before its next use; work of any other stream must have been
-        waited for.
+        waited for. With ``keep``, only let the lane write it again.
         """
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if not size:
+        if keep:
+            with self.lane.following():
+                pass
+        if keep or not size:
             return
         if self.lane.stream is not None:
             slot, heap = self._taken.pop(storage._cdata, None), self._lasting.pop(storage._cdata, None)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from flatshard import UnshardHandle, fully_shard
 from flatshard.engine.units.unit import unit_of
-from tests.fsdp2.cases import DEPTH, Chain, Launched, check_grads, mine, reference_grads, sharded_chain
+from tests.fsdp2.cases import DEPTH, Chain, Launched, chain, check_grads, mine, reference_grads, rows, sharded_chain
 
 UNITS = DEPTH + 1
 
@@ -75,6 +75,51 @@ def _after_backward(rank, world, reshard_after_forward):
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_set_reshard_after_backward_keeps_weights_for_the_next_micro_batch(ranks, reshard_after_forward):
     ranks(2, _after_backward, reshard_after_forward)
+
+
+def _keeps_storage(rank, world, choices):
+    model = sharded_chain(**choices)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _warm(rank, world, model)
+    pool = unit_of(model).root.gather_pool
+    before = pool.live_bytes
+    model.set_keep_unsharded_storage(True)
+    known = None
+    for number in range(3):
+        model(mine(rank, world, number)).sum().backward()
+        assert not any(_is_full(module) for module in (model, *model.blocks))
+        places = [p.full.data_ptr() for unit in _units(model) for group in unit.groups for p in group.params]
+        assert 0 not in places
+        assert known in (None, places)
+        known = places
+        optimizer.step()
+        optimizer.zero_grad()
+    reference = chain()
+    stepped = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(3):
+        (reference(rows(world, number)).sum() / world).backward()
+        stepped.step()
+        stepped.zero_grad()
+    model(mine(rank, world)).sum().backward()
+    (reference(rows(world)).sum() / world).backward()
+    check_grads(model, {name: p.grad for name, p in reference.named_parameters()})
+    model.double()  # another buffer: the old one is freed
+    model.set_keep_unsharded_storage(False)
+    model(mine(rank, world).double()).sum().backward()
+    assert pool.live_bytes == before
+
+
+def _units(model):
+    return [unit_of(module) for module in (model, *model.blocks)]
+
+
+def _last_dim(parameter):
+    return Shard(parameter.dim() - 1)
+
+
+@pytest.mark.parametrize("choices", [{}, {"layout": "auto"}, {"shard_placement_fn": _last_dim}])
+def test_set_keep_unsharded_storage(ranks, choices):
+    ranks(2, _keeps_storage, choices)
 
 
 def _recovers(rank, world):

@@ -481,6 +481,16 @@ UNITS = {
     "FSDPModule.set_requires_all_reduce": [
         Case("text", lambda b: b.model.set_requires_all_reduce("no"), TypeError, "requires_all_reduce='no'"),
     ],
+    "FSDPModule.set_manual_backward_finalization": [
+        Case("text", lambda b: b.model.set_manual_backward_finalization("no"), TypeError, "enabled='no'"),
+        Case("not the root", lambda b: b.block.set_manual_backward_finalization(True), RuntimeError, "root FSDP"),
+    ],
+    "FSDPModule.finalize_backward": [
+        Case("text", lambda b: b.model.finalize_backward(async_op="no"), TypeError, "async_op='no'"),
+    ],
+    "FSDPModule.set_keep_unsharded_storage": [
+        Case("text", lambda b: b.model.set_keep_unsharded_storage("no"), TypeError, "keep='no'"),
+    ],
     "FSDPModule.set_is_last_backward": [
         Case("text", lambda b: b.model.set_is_last_backward("no"), TypeError, "is_last_backward='no'"),
     ],
@@ -567,6 +577,10 @@ UNITS = {
     ],
     "FSDPModule.reset_iter_state": [
         Case("not the root", lambda b: b.block.reset_iter_state(), RuntimeError, "'Tiny' is|'FSDPTiny' is|root FSDP"),
+    ],
+    "GradientReductionHandle": [Case("no root", lambda b: flatshard.GradientReductionHandle(), TypeError)],
+    "GradientReductionHandle.wait": [
+        Case("of nothing", lambda b: flatshard.GradientReductionHandle(None).wait(), None)
     ],
     "UnshardHandle": [Case("no units", lambda b: flatshard.UnshardHandle(), TypeError)],
     "UnshardHandle.wait": [

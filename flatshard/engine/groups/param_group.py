@@ -35,6 +35,7 @@ class ParamGroup:
     """
 
     is_away = False  # main is on another device than the mesh, where users have moved it
+    keeps_dtype = False  # full weights have the dtype from before sharding, whatever the policy of the unit says
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class ParamGroup:
 
     def check_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Raise if the policy cannot be changed to this one now."""
-        name, main = self.params[0].name, self.main.dtype
+        name, main, policy = self.params[0].name, self.main.dtype, policy.of_group(self.keeps_dtype)
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
                 f"main_dtype={policy.main_dtype}: '{name}' has {main} main weights; give main_dtype to fully_shard"
@@ -119,6 +120,7 @@ class ParamGroup:
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes; gathered weights have been released."""
+        policy = policy.of_group(self.keeps_dtype)
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
             self._marks = [
@@ -133,6 +135,9 @@ class ParamGroup:
     def _set_source(self, is_held: bool = False) -> None:
         """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
+        known: Source | None = self.__dict__.get("source")
+        if known is not None and known.keeps_storage:
+            self.free()
         self.source: Source
         if self.is_extended:
             given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
@@ -140,6 +145,7 @@ class ParamGroup:
             self.source = Decoded(each, self.mesh)
         else:
             self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
+            self.source.keeps_storage = known is not None and known.keeps_storage
         # Device memory that the full weights take, beyond what rests on this rank anyway.
         layout = self.layout
         numel = layout.buffer_numel(layout.num_shards) + sum(layout.slots[index].numel for index in layout.turned)
@@ -254,7 +260,8 @@ class ParamGroup:
             )
         self.made_of = None
         try:
-            self.ticket = self.source.gather(pool, name, lasting, self.all_gather_comm)
+            stays = lasting or self.source.keeps_storage
+            self.ticket = self.source.gather(pool, name, stays, self.all_gather_comm)
         except BaseException:
             if pool.lane.convoy is not None:
                 pool.lane.convoy.disband()  # it was to arrive in memory that is given back next
@@ -314,6 +321,22 @@ class ParamGroup:
         if not self.source.is_resident:
             self.ticket = None
             self.source.release()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Keep the memory of full weights while they are not gathered, from their next release on."""
+        if keep and self.is_extended:
+            raise NotImplementedError(
+                f"set_keep_unsharded_storage: '{self.params[0].name}' is a tensor subclass, whose memory is its own"
+            )
+        self.source.keeps_storage = keep
+
+    def free(self) -> None:
+        """`release`, and free memory that is kept."""
+        keeps, self.source.keeps_storage = self.source.keeps_storage, False
+        self.release()
+        if keeps and not self.source.is_resident:
+            self.source.release()
+        self.source.keeps_storage = keeps
 
     def _make_full(self) -> None:
         for index, param in enumerate(self.params):

@@ -155,6 +155,7 @@ class Plain:
 
     name: str  # from the unit's module down
     sites: list[Site]
+    keeps_dtype: bool
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -166,8 +167,8 @@ class Plain:
         """Move it to the device and the dtype of compute."""
         parameter = self.parameter
         if not parameter.is_meta:
-            wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            parameter.data = parameter.data.to(device, wanted)
+            is_cast = dtype is not None and parameter.is_floating_point() and not self.keeps_dtype
+            parameter.data = parameter.data.to(device, dtype if is_cast else parameter.dtype)
         self.guard()
 
     def guard(self) -> None:

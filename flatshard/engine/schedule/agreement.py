@@ -214,7 +214,8 @@ def _described(units: Sequence[Unit], mesh: DeviceMesh) -> list[str]:
             for param, slot, encoded in zip(group.params, layout.slots, group.formats.encoded):
                 said.append(
                     f"parameter '{_full_name(unit, param)}' of shape {tuple(slot.shape)}, {group.main.dtype}, "
-                    f"requires_grad={param.sharded.requires_grad}, cut on dim {slot.dim} at {slot.offset}, {where}"
+                    f"computed in {group.codec.dtype}, requires_grad={param.sharded.requires_grad}, "
+                    f"cut on dim {slot.dim} at {slot.offset}, {where}"
                     + (f", {'encoded' if encoded else 'not encoded'} by {formats}" if formats else "")
                 )
     return said

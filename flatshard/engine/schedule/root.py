@@ -36,7 +36,9 @@ class Root:
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
         self.device = device
-        self.joins = True  # a backward waits for all its reduces at its end
+        self.is_last_backward = True  # of those whose reduces are waited for together
+        self.finalizes_by_hand = False  # the user ends backwards: `FSDPModule.finalize_backward`
+        self.finalizing: object | None = None  # such an end has begun; its handle has this object
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -70,6 +72,11 @@ class Root:
         """The units in the order of registration."""
         return self.gathers.units
 
+    @property
+    def joins(self) -> bool:
+        """Whether a backward waits for all its reduces at its end."""
+        return self.is_last_backward and not self.finalizes_by_hand
+
     def unit_at(self, index: int) -> Unit | None:
         """A unit by its number, if it still exists."""
         return self._units[index]()
@@ -95,7 +102,7 @@ class Root:
         if self.program.running is not None or self.reduces.in_flight:
             raise RuntimeError("share_comm_ctx was called during a forward or backward; call it between steps")
         for unit in self.units:
-            unit.release()
+            unit.free()
         self.gathers.share(other.gathers)
         self.reduces.pool = other.reduces.pool
         self.reduces.tell_lane()
@@ -256,6 +263,7 @@ class Root:
     def reset(self) -> None:
         """Drop the running pass: nothing stays gathered, and unreduced gradients are dropped."""
         self.recover()
+        self.finalizing = None
         for unit in self.units:
             unit.reset()
 

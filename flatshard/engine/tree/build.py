@@ -181,6 +181,7 @@ class Kind:
     apart: DeviceMesh | None
     scale: GradientScale
     extended: type | None  # the tensor subclass that they are of
+    keeps_dtype: bool  # full weights have their own dtype
 
     def placements(self, choices: Choices) -> Placements:
         """Of a group of them."""
@@ -249,6 +250,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
             given.apart,
             choices.scale_on(mesh, means_own),
             type(_torch.held_of(parameter).data) if is_extended(parameter) else None,
+            choices.precision.keeps_dtype(named[0], parameter),
         )
         if is_extended(parameter):
             _check_extended(named, dims[parameter], kind.placements(choices))
@@ -286,18 +288,19 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
     intent = Intent(reshard_after_forward=reshard, is_optional=choices.optional)
-    mesh, device, precision = choices.mesh, choices.device, choices.precision
+    mesh, device, precision = choices.mesh, choices.device, choices.precision.of_group(False)
     unit = Unit(modules, groups, mesh, device, precision, intent, find_root, choices.schedule, hooked)
     for module in modules if hooked else ():
         hook_state_dicts(unit, module)
     # Without what could keep parameters, or the model, alive.
-    unit.choices = replace(choices, ignored=frozenset(), where=replace(choices.where, choose=None))
+    where = replace(choices.where, choose=None)
+    unit.choices = replace(choices, ignored=frozenset(), where=where, precision=precision)
     for group, param, site in borrowed:
         unit.borrow(group, param, site)
         group.snapshot.add(site, param.sharded)
-    unit.plain = [Plain(name, sites) for name, _, sites in plain]
+    unit.plain = [Plain(name, sites, choices.precision.keeps_dtype(name, p)) for name, p, sites in plain]
     for each in unit.plain:
-        each.place(choices.device, choices.precision.param_dtype)
+        each.place(device, precision.param_dtype)
     for group in groups:
         if park is not None and group.mesh == choices.mesh and not group.is_extended:
             group.park_mesh = park  # the others are gathered again from all
@@ -385,7 +388,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     mesh, placements = kind.mesh, kind.placements(choices)
     whole = [_torch.held_of(p) for _, p, _ in params]
     shapes = [tuple(tensor.shape) for tensor in whole]
-    precision = choices.precision
+    precision = choices.precision.of_group(kind.keeps_dtype)
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
     # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
     chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
@@ -403,7 +406,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
         main, sharded, initial = _shard_plain(params, whole, planned, kind, choices, home)
     of_rows, own = RowGradients if choices.rows else Gradients, params[0][1].dtype
     group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
-    group.initial = initial
+    group.initial, group.keeps_dtype = initial, kind.keeps_dtype
     group.gradients.ask(scale=kind.scale)
     # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):

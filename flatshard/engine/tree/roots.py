@@ -41,7 +41,7 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
             raise RuntimeError(f"unit '{name}' is in a forward or backward; finish that before you call its parent")
     units, policy = _placed(module), unit.schedule or SchedulePolicy()
     for found in units:
-        found.release()
+        found.free()
     # In a forward's order. Of those that stay for the next micro-batch, backward gathers some only at its end.
     auto = [found for found in reversed(units) if found.intent.reshard_after_forward == "auto"]
     for_backward = _chosen([found for found in auto if found.unshard_in_backward], policy.keep_for_backward)

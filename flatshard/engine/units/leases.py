@@ -98,6 +98,12 @@ class FullWeights:
             elif Lease.PASS not in leases and Lease.USER not in leases:
                 group.swap(to_full=False)
 
+    def free(self) -> None:
+        """`release`, also memory that is kept while nothing is gathered: the unit gets another pool."""
+        self.release()
+        for group in self.needs:
+            group.free()
+
     def hide(self) -> None:
         """Put the sharded parameters back after a pass, but keep the full weights gathered."""
         self.leases.pop(Lease.PASS, None)

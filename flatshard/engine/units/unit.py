@@ -64,7 +64,6 @@ class RootProtocol(Protocol):
     entry: int | None  # the outermost unit whose forward is running
     forwards: int  # their number so far
     backwards: int
-    joins: bool  # a backward waits for all its reduces at its end
     has_optional: bool  # some of its units are
 
     # fmt: off
@@ -72,6 +71,8 @@ class RootProtocol(Protocol):
     def units(self) -> list[Unit]: ...
     @property
     def gathers(self) -> GathersProtocol: ...
+    @property
+    def joins(self) -> bool: ...
     @property
     def is_nested(self) -> bool: ...
     def begin_forward(self, entry: Unit) -> None: ...
@@ -474,7 +475,7 @@ class Unit(FullWeights):
         self.is_unseen = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
-        if not (root.joins or self.intent.reduces or self.intent.reshard_after_backward or self.shows_full):
+        if not (self.intent.reduces or self.intent.reshard_after_backward or root.joins or self.shows_full):
             self._refuse_split_backward()
         root.need(self, gather=self.unshard_in_backward)
 

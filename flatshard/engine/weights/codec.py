@@ -64,6 +64,9 @@ class Extension:
     parameter is not used; or, given ``out``, which it returned before, fills it.
 
     The sharded parameter holds this rank's shard as the subclass; it is not in a main buffer.
+
+    With ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> True`` (of torch 2.15) the full parameter
+    shares no memory with what was gathered, which is freed at once.
     """
 
     def __init__(
@@ -93,6 +96,12 @@ class Extension:
 
     def _on_device(self) -> torch.Tensor:
         return self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
+
+    @property
+    def copies(self) -> bool:
+        """Whether the full parameter shares no memory with what was gathered."""
+        asked = getattr(self._local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
+        return asked is not None and asked()
 
     def encode(self) -> list[torch.Tensor]:
         """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""

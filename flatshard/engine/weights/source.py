@@ -49,6 +49,7 @@ class Source:
     buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
     host_copy: HostCopy | None = None  # sends main, if that is in host memory and gathers read it
+    keeps_storage = False  # full weights keep their memory while they are not gathered, and so their addresses
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
@@ -132,10 +133,10 @@ class _Turned:
         if pairs:
             torch._foreach_copy_([whole for _, whole in pairs], [part for part, _ in pairs])
 
-    def release(self) -> None:
+    def release(self, keep: bool = False) -> None:
         for flat in self._flat.values():
             assert self._pool is not None
-            self._pool.release(flat)
+            self._pool.release(flat, keep)
 
 
 class Compute(Source):
@@ -311,9 +312,9 @@ class Gathered(Source):
         if self.compute is not None:
             self.compute.open()
         if self.buffer is not None and self._pool is not None:
-            self._pool.release(self.buffer.local)
+            self._pool.release(self.buffer.local, self.keeps_storage)
         if self._turned is not None:
-            self._turned.release()
+            self._turned.release(self.keeps_storage)
 
     def give_up(self) -> None:
         if self.compute is not None:
@@ -429,10 +430,14 @@ class Decoded(Source):
     def open(self) -> None:
         if self._is_open:
             return
+        assert self._pool is not None
         gathered = iter(self.wire)
         with lasting_tensors():
             for one, count in zip(self.each, self._counts):
-                one.decode(list(islice(gathered, count)))
+                parts = list(islice(gathered, count))
+                one.decode(parts)
+                for part in parts if one.copies else ():
+                    self._pool.release(part)
         self._is_open = True
 
     def full(self, index: int) -> torch.Tensor:

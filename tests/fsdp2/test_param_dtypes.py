@@ -1,0 +1,98 @@
+"""`MixedPrecisionPolicy(param_dtype_override_fn=...)` of torch 2.15, and the default of ``reduce_dtype``."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.func import functional_call
+
+import flatshard
+from flatshard import MixedPrecisionPolicy, fully_shard
+from flatshard.engine.units.unit import unit_of
+
+HALF = torch.bfloat16
+NEW = "GradientReductionHandle" in torch_fsdp.__all__  # torch 2.15
+
+
+def _of_own_dtype(parameter):
+    return parameter.dtype if parameter.dim() == 1 else None
+
+
+class Block(nn.Module):
+    """A norm in float32 between two products in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 6, bias=False)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen[:] = [parameter.dtype for parameter in self.parameters()]
+        return self.second(self.norm(self.first(x).float()).to(x.dtype))
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    flatshard.no_shard(model[1].norm.requires_grad_(False))
+    return model
+
+
+def _train(rank, world):
+    policy = MixedPrecisionPolicy(HALF, torch.float32, param_dtype_override_fn=_of_own_dtype)
+    reference, model = build(), build()
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+    assert unit_of(model[0]).policy.param_dtype_override_fn is None
+    models = [model, copy.deepcopy(model)]
+    model[0].set_mp_policy(MixedPrecisionPolicy(HALF, torch.float32))
+    for number in range(2):
+        batch = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(number))
+        for each in models:
+            each(batch.chunk(world)[rank]).float().square().mean().backward()
+            assert all(seen == [HALF, torch.float32, torch.float32, HALF] for seen in (each[0].seen, each[1].seen))
+        parts = []
+        for part in batch.chunk(world):  # gradients of each rank are rounded before they are added
+            weights = {n: p if p.dim() == 1 else p.to(HALF) for n, p in reference.named_parameters()}
+            output = functional_call(reference, weights, part.to(HALF))
+            trained = [p for p in reference.parameters() if p.requires_grad]
+            parts.append(torch.autograd.grad(output.float().square().mean(), trained))
+        wanted = [torch.stack(each).mean(0) for each in zip(*parts)]
+        for each in models:
+            found = [p.grad for p in each.parameters() if p.requires_grad]
+            assert all(grad.dtype == torch.float32 for grad in found)
+            torch.testing.assert_close([grad.full_tensor() for grad in found], wanted)
+            each.zero_grad()
+
+
+def test_some_parameters_compute_in_their_own_dtype(ranks):
+    ranks(2, _train)
+
+
+def _refusals(rank, world):
+    model = nn.Linear(4, 4)
+    wrong = MixedPrecisionPolicy(HALF, param_dtype_override_fn=lambda p: torch.float64)
+    with pytest.raises(ValueError, match=r"for 'weight' of torch\.float32 it returned torch\.float64"):
+        fully_shard(model, mp_policy=wrong)
+    assert type(model) is nn.Linear
+    fully_shard(model)
+    with pytest.raises(ValueError, match="give it to fully_shard"):
+        model.set_mp_policy(MixedPrecisionPolicy(HALF, param_dtype_override_fn=_of_own_dtype))
+    with pytest.raises(TypeError, match="must be a function of a parameter"):
+        MixedPrecisionPolicy(param_dtype_override_fn=HALF)
+
+
+def test_functions_of_dtypes_are_checked(ranks):
+    ranks(1, _refusals)
+
+
+def _default(rank, world):
+    model = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(HALF))
+    model(torch.ones(2, 8)).sum().backward()
+    return {group.gradients.reduce_dtype for group in unit_of(model).groups}
+
+
+def test_the_default_of_reduces_is_that_of_the_installed_torch(ranks):
+    assert ranks(1, _default) == [{torch.float32 if NEW else HALF}]
