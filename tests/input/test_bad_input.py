@@ -59,7 +59,7 @@ def public_names() -> set[str]:
     names = set(flatshard.__all__) - {"checkpoint"}
     names |= {f"checkpoint.{name}" for name in flatshard.checkpoint.__all__}
     names |= {f"megatron.{name}" for name in megatron.__all__}
-    for cls in (flatshard.FSDPModule, flatshard.UnshardHandle):
+    for cls in (flatshard.FSDPModule, flatshard.GradientReductionHandle, flatshard.UnshardHandle):
         members = inspect.getmembers(cls, inspect.isfunction)
         names |= {f"{cls.__name__}.{name}" for name, _ in members if not name.startswith("_")}
     return names | {f"flatshard {name}" for name in _commands()}
