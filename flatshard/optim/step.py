@@ -496,9 +496,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     In a compiled step it is traced, and only counts.
     """
-    steps.note()
     if torch.compiler.is_compiling():
+        steps.note()
         return
+    steps.taken()  # so that a step before this one counts by itself
+    steps.note()
     stepper = optimizer.__dict__.get(STEPPER)
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
