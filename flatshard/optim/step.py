@@ -125,9 +125,7 @@ def fully_shard_optimizer(
             )
         (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
         return optimizer
-    stepper = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state if whole is False else False)
-    if type(optimizer) is AdamW8bit and whole is False:
-        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
+    stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
         stepper.early = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
@@ -140,6 +138,14 @@ def fully_shard_optimizer(
         refuse_replaced(optimizer)
         return _install(optimizer, stepper)
     return _install(optimizer, WholeStep(options, stepper))
+
+
+def _local_step(cls: type[Optimizer], uncast: bool, offloads: bool | None = None) -> LocalStep:
+    """What steps an optimizer of a class on shards."""
+    stepper = LocalStep(cls in ELEMENTWISE, uncast, offloads)
+    if cls is AdamW8bit:
+        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
+    return stepper
 
 
 def _has_offloaded(optimizer: Optimizer) -> bool:
@@ -364,7 +370,7 @@ def _stepper_of(optimizer: Optimizer) -> Any:
                 "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
                 "call fully_shard_optimizer"
             )
-        optimizer.__dict__[STEPPER] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
+        optimizer.__dict__[STEPPER] = _local_step(original_class(optimizer), False)
     return optimizer.__dict__[STEPPER]
 
 
