@@ -524,7 +524,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
             for parameter in ours:
-                if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
+                is_other = isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype
+                if is_other and not isinstance(optimizer, AdamW8bit):  # which casts them itself
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
                         "fully_shard_optimizer(optimizer), which casts them"

@@ -156,6 +156,25 @@ def test_checkpoints_load_on_other_ranks_and_unsharded(ranks, tmp_path):
     ranks(2, _load, tmp_path / "c")
 
 
+def _cast(rank: int, world: int) -> None:
+    """Gradients in another dtype than main weights are cast by the optimizer itself."""
+    found = []
+    for options in ({}, {"in_backward": True}):
+        policy = flatshard.MixedPrecisionPolicy(grad_dtype=torch.bfloat16)
+        model = fully_shard(Wide(), mp_policy=policy)
+        optimizer = fully_shard_optimizer(AdamW8bit(model.parameters(), lr=1e-2), **options)
+        for _ in range(3):
+            model(torch.ones(1, 512)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(bits(model.even.weight.to_local()))
+    assert torch.equal(*found)
+
+
+def test_gradients_of_another_dtype(ranks):
+    ranks(2, _cast)
+
+
 def _goes_on(rank: int, world: int, path: Any, options: dict[str, Any]) -> None:
     """What such an optimizer, or a copy of it, has saved goes on as it does itself."""
     model = fully_shard(Wide())
