@@ -79,7 +79,7 @@ def fully_shard_optimizer(
     From outside nothing changes: ``param_groups``, ``state[p]`` (DTensors over the flat state), ``state_dict``,
     ``load_state_dict``, ``add_param_group``, hooks, schedulers and GradScaler. ``optimizer.state`` is brought up to
     date when it is asked for; a reference to it that was kept from before a step is not. A closure is evaluated once,
-    before the step. Calling this again changes nothing but ``precision_aware``.
+    before the step. Calling this again changes nothing but ``precision_aware``, and raises for other options.
 
     Gradients whose dtype is not that of the main weights (``MixedPrecisionPolicy(grad_dtype=...)``) are cast for the
     step; with ``precision_aware=True`` the optimizer is given them as they are.
@@ -119,11 +119,18 @@ def fully_shard_optimizer(
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if isinstance(optimizer, FSDPOptimizer):  # or a copy of one
         known = _stepper_of(optimizer)
-        if isinstance(known, WholeStep) != (options is not None):
+        local = known.local if isinstance(known, WholeStep) else known
+        others = {
+            "whole, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
+            "in_backward": in_backward and local.early is None,
+            "offload_state": offload_state not in (None, local.offloads),
+        }
+        for name in [name for name, is_other in others.items() if is_other]:
             raise ValueError(
-                "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
+                f"fully_shard_optimizer was called on this {original_class(optimizer).__name__} before, with another "
+                f"{name}; build a new optimizer"
             )
-        (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
+        local.uncast = precision_aware or bool(local.rowwise)
         return optimizer
     stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
