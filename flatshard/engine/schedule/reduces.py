@@ -242,6 +242,7 @@ class Reduces:
             self._asking.append(reduction.asks)
         if reduction.then is not None:
             self._ask()
+            self.steps.run()  # such hooks may set gradients to None that wait for their step
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             # Hooks that set all gradients to None mean those that exist, not those on their way.
