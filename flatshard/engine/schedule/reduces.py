@@ -200,7 +200,12 @@ class Reduces:
         self.steps.run()
         if joins:
             self.join()
-        elif self.in_flight or self._asking or self.steps.running:
+        else:
+            self.leave()
+
+    def leave(self, *_: object) -> None:
+        """A backward has ended, or has raised, before its reduces: the next use of a gradient joins them."""
+        if self.in_flight or self._asking or self.steps.running:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
@@ -279,7 +284,7 @@ _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have le
 def join_reduces() -> None:
     """Order the current stream after the reduces of all models, before gradients are read.
 
-    Reading a ``.grad`` calls it.
+    Reading or setting a ``.grad`` calls it.
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):
