@@ -512,5 +512,19 @@ def _cleared_by_a_hook(rank, world):
     assert is_stepped == [True] * 4 + [False] * 2 + [True] * 4  # the group of the hook is left to the optimizer
 
 
+def _cleared_by_the_model(rank, world):
+    """A hook sets all gradients to None, through the model: those of units that are reduced later stay."""
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    for module in (*layers, layers):
+        fully_shard(module)
+    layers[2].weight.register_post_accumulate_grad_hook(lambda p: layers.zero_grad())
+    layers(torch.ones(2, 6)).sum().backward()
+    assert [layer.weight.grad is not None for layer in layers] == [True, True, False, False, False]
+
+
+def test_hooks_that_clear_gradients_leave_those_that_are_not_reduced(ranks):
+    ranks(2, _cleared_by_the_model)
+
+
 def test_hooks_that_clear_gradients_leave_the_steps_of_other_units(ranks):
     ranks(2, _cleared_by_a_hook)

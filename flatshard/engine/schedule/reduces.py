@@ -252,13 +252,20 @@ class Reduces:
                 other.ticket.wait()
             # Hooks that set all gradients to None mean those that exist, not those on their way.
             others = [other for other in self.in_flight if other.writes is not reduction.writes]
+            groups = [group for _, of in self._groups if (group := of()) is not None]
+            full = [param.full for group in groups for param in group.params]
+            arrived = [(each, each.grad) for each in full if each is not None and each.grad is not None]
             for other in others:
                 other.conceal()
+            for parameter, _ in arrived:
+                parameter.grad = None
             try:
                 reduction.then()
             finally:
                 for other in others:
                     other.show()
+                for parameter, grad in arrived:
+                    parameter.grad = grad
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
         elif reduction.on_final is not None:
