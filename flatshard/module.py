@@ -164,8 +164,7 @@ class FSDPModule(TorchFSDPModule):
         unreduced gradients stay, and the next forward frees the memory.
         """
         assert isinstance(self, nn.Module)
-        if not set_to_none:
-            join_reduces()
+        join_reduces()
         nn.Module.zero_grad(self, set_to_none)
         for group in _groups(self, True):
             group.gradients.drop_partial()

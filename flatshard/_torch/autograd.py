@@ -54,7 +54,7 @@ def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def on_grad_read(action: Callable[[], None] | None) -> None:
-    """Call ``action`` before the ``.grad`` of a DTensor is read outside of `PlainAttributes`; None removes the action.
+    """Call ``action`` before the ``.grad`` of a DTensor is read or set outside of `PlainAttributes`; None removes it.
 
     Set only while there is something to do: the property in Python that replaces the one of C++ slows every read.
     """
@@ -68,7 +68,12 @@ def on_grad_read(action: Callable[[], None] | None) -> None:
             action()
         return grad_of(parameter)
 
-    DTensor.grad = property(read, _GRAD.__set__, _GRAD.__delete__)  # type: ignore[assignment]
+    def write(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+        if torch._C._is_torch_function_enabled():
+            action()
+        _GRAD.__set__(parameter, grad)
+
+    DTensor.grad = property(read, write, _GRAD.__delete__)  # type: ignore[assignment]
 
 
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:

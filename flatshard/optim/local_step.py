@@ -86,7 +86,8 @@ class LocalStep:
             result, ticket = self._run(optimizer, left, self._others, base)
             ticket.wait()
         self._streamed.join()
-        for group in {each.group() for each in self._flat_params if each.is_streamed}:
+        streamed, here = ({e.group() for e in self._flat_params if e.is_streamed is kind} for kind in (True, False))
+        for group in streamed - here:  # a step on the CPU leaves compute weights as they were
             if group is not None and group.home.host:
                 group.note_step()
         return result

@@ -79,7 +79,7 @@ def fully_shard_optimizer(
     From outside nothing changes: ``param_groups``, ``state[p]`` (DTensors over the flat state), ``state_dict``,
     ``load_state_dict``, ``add_param_group``, hooks, schedulers and GradScaler. ``optimizer.state`` is brought up to
     date when it is asked for; a reference to it that was kept from before a step is not. A closure is evaluated once,
-    before the step. Calling this again changes nothing but ``precision_aware``.
+    before the step. Calling this again changes nothing but ``precision_aware``, and raises for other options.
 
     Gradients whose dtype is not that of the main weights (``MixedPrecisionPolicy(grad_dtype=...)``) are cast for the
     step; with ``precision_aware=True`` the optimizer is given them as they are.
@@ -119,15 +119,20 @@ def fully_shard_optimizer(
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if isinstance(optimizer, FSDPOptimizer):  # or a copy of one
         known = _stepper_of(optimizer)
-        if isinstance(known, WholeStep) != (options is not None):
+        local = known.local if isinstance(known, WholeStep) else known
+        others = {
+            "whole, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
+            "in_backward": in_backward and local.early is None,
+            "offload_state": offload_state not in (None, local.offloads),
+        }
+        for name in [name for name, is_other in others.items() if is_other]:
             raise ValueError(
-                "fully_shard_optimizer was called on this optimizer before, with another `whole`; build a new optimizer"
+                f"fully_shard_optimizer was called on this {original_class(optimizer).__name__} before, with another "
+                f"{name}; build a new optimizer"
             )
-        (known.local if isinstance(known, WholeStep) else known).uncast = precision_aware
+        local.uncast = precision_aware or bool(local.rowwise)
         return optimizer
-    stepper = LocalStep(type(optimizer) in ELEMENTWISE, precision_aware, offload_state if whole is False else False)
-    if type(optimizer) is AdamW8bit and whole is False:
-        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
+    stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
         stepper.early = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
@@ -140,6 +145,14 @@ def fully_shard_optimizer(
         refuse_replaced(optimizer)
         return _install(optimizer, stepper)
     return _install(optimizer, WholeStep(options, stepper))
+
+
+def _local_step(cls: type[Optimizer], uncast: bool, offloads: bool | None = None) -> LocalStep:
+    """What steps an optimizer of a class on shards."""
+    stepper = LocalStep(cls in ELEMENTWISE, uncast, offloads)
+    if cls is AdamW8bit:
+        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
+    return stepper
 
 
 def _has_offloaded(optimizer: Optimizer) -> bool:
@@ -364,7 +377,7 @@ def _stepper_of(optimizer: Optimizer) -> Any:
                 "a copy of an optimizer with whole=True or offload_state=True cannot be used; build an optimizer and "
                 "call fully_shard_optimizer"
             )
-        optimizer.__dict__[STEPPER] = LocalStep(original_class(optimizer) in ELEMENTWISE, False)
+        optimizer.__dict__[STEPPER] = _local_step(original_class(optimizer), False)
     return optimizer.__dict__[STEPPER]
 
 
@@ -496,9 +509,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     In a compiled step it is traced, and only counts.
     """
-    steps.note()
     if torch.compiler.is_compiling():
+        steps.note()
         return
+    steps.taken()  # so that a step before this one counts by itself
+    steps.note()
     stepper = optimizer.__dict__.get(STEPPER)
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
@@ -516,7 +531,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
             for parameter in ours:
-                if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
+                is_other = isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype
+                if is_other and not isinstance(optimizer, AdamW8bit):  # which casts them itself
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
                         "fully_shard_optimizer(optimizer), which casts them"

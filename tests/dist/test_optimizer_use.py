@@ -305,6 +305,24 @@ def test_an_optimizer_from_before_sharding_raises_and_can_be_repointed(ranks):
     ranks(2, _before_sharding)
 
 
+def test_other_options_in_a_second_call_are_refused():
+    layer = nn.Linear(3, 3)
+    optimizer = fully_shard_optimizer(adamw(layer.parameters()), offload_state=False)
+    for same in ({}, {"precision_aware": True}, {"offload_state": False}):
+        assert fully_shard_optimizer(optimizer, **same) is optimizer
+    others = {"in_backward": True, "offload_state": True, "whole": True}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=f"called on this AdamW before, with another {name}.*; build a new"):
+            fully_shard_optimizer(optimizer, **{name: value})
+    early = fully_shard_optimizer(adamw(layer.parameters()), in_backward=True)
+    assert fully_shard_optimizer(early) is early
+    whole = fully_shard_optimizer(adamw(layer.parameters()), whole=True, owners="all")
+    assert fully_shard_optimizer(whole, whole=True, owners="all") is whole
+    for other in ({}, {"whole": True}):
+        with pytest.raises(ValueError, match="with another whole, or options of it"):
+            fully_shard_optimizer(whole, **other)
+
+
 def test_what_needs_more_than_elements_is_refused():
     module = nn.Linear(3, 3)
     for make, words in (

@@ -194,6 +194,61 @@ def test_a_backward_after_another_forward_that_raised_is_a_clean_one(ranks, kind
     ranks(world_of(kind), _between, kind)
 
 
+class Scaled(nn.Linear):
+    """Raises in its backward if told to; its scale may be left out."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, scales=True):
+        if self.fails:
+            x.register_hook(oops)
+        return super().forward(x) * (self.scale if scales else 1.0)
+
+
+def _to_none(model, optimizer):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = None
+
+
+CLEARS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "by hand": _to_none,
+}
+
+
+def _cleared(rank, world, clear, is_broken):
+    """Gradients are cleared while the reduce of some is on its way, of which this rank may not have used all."""
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(), Scaled())
+    for module in (model[1], model[2], model):
+        fully_shard(module)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    x, found = torch.full((2, 4), rank + 1.0), []
+    for waits in (False, True):
+        if waits:
+            model[1].fails = is_broken
+            with pytest.raises(Oops) if is_broken else nullcontext(), microbatch(model, is_last=is_broken):
+                model[2](model[1](model[0](x)), scales=rank == 0).sum().backward()
+            model[1].fails = False
+            CLEARS[clear](model, optimizer)
+        model(x).sum().backward()
+        found.append([parameter.grad.full_tensor() for parameter in parameters])
+        model.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_gradients_that_are_cleared_on_their_way_do_not_come_back(ranks, clear, is_broken):
+    ranks(2, _cleared, clear, is_broken)
+
+
 def test_a_model_is_converted_after_a_backward_that_raised():
     """Although its loss, and so its graph, still exists."""
     with rehearse(2):

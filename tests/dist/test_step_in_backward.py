@@ -491,3 +491,40 @@ def _in_segments(rank, world):
 
 def test_a_parameter_that_a_backward_reduces_twice_is_stepped_once(ranks):
     ranks(2, _in_segments)
+
+
+def _cleared_by_a_hook(rank, world):
+    """A hook sets all gradients to None: groups that wait for their step then, beside a large one, are stepped."""
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 200))
+    for module in (*layers, layers):
+        fully_shard(module)
+    parameters = list(layers.parameters())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(parameters, lr=0.1), in_backward=True)
+    for step in range(2):
+        layers(torch.ones(2, 6)).sum().backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            before = [local.detach().clone() for local in _locals(parameters)]
+            parameters[4].register_post_accumulate_grad_hook(lambda p: optimizer.zero_grad())
+    optimizer.step()
+    is_stepped = [not torch.equal(*pair) for pair in zip(before, _locals(parameters), strict=True)]
+    assert is_stepped == [True] * 4 + [False] * 2 + [True] * 4  # the group of the hook is left to the optimizer
+
+
+def _cleared_by_the_model(rank, world):
+    """A hook sets all gradients to None, through the model: those of units that are reduced later stay."""
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    for module in (*layers, layers):
+        fully_shard(module)
+    layers[2].weight.register_post_accumulate_grad_hook(lambda p: layers.zero_grad())
+    layers(torch.ones(2, 6)).sum().backward()
+    assert [layer.weight.grad is not None for layer in layers] == [True, True, False, False, False]
+
+
+def test_hooks_that_clear_gradients_leave_those_that_are_not_reduced(ranks):
+    ranks(2, _cleared_by_the_model)
+
+
+def test_hooks_that_clear_gradients_leave_the_steps_of_other_units(ranks):
+    ranks(2, _cleared_by_a_hook)

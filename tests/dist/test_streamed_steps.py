@@ -324,6 +324,34 @@ def test_weights_that_are_changed_count_in_the_next_forward(ranks, change, befor
     ranks(2, _changed, change, before_step)
 
 
+def _stepped_on_the_cpu(rank, world, early, is_one):
+    """Losses of a model whose biases are stepped by a fused optimizer on the CPU, before or with its weights."""
+    found = []
+    for options in (early, {"offload_state": False}):
+        with pytest.MonkeyPatch.context() as patch:
+            _as_on_accelerators(patch)
+            model = shard_net(make_net(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
+            fused, others = ([p for p in model.parameters() if (p.dim() == 1) is kind] for kind in (True, False))
+            groups = [{"params": fused, "fused": True}], [{"params": others}]
+            groups = [[*groups[0], *groups[1]]] if is_one else groups
+            optimizers = [torch.optim.AdamW(each, lr=0.05) for each in groups]
+            fully_shard_optimizer(optimizers[-1], **options)
+            found.append([])
+            for tokens in batches(4, ROWS):
+                loss = loss_of(model, tokens.chunk(world)[rank])
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+                found[-1].append(loss.item())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("early", "is_one"), [(EARLY, False), ({}, False), ({}, True)])
+def test_weights_that_are_stepped_on_the_cpu_beside_count_in_the_next_forward(ranks, early, is_one):
+    ranks(2, _stepped_on_the_cpu, early, is_one)
+
+
 def _broken(rank, world):
     """An exception in a backward: gradients that were not stepped are in host memory, complete."""
     with pytest.MonkeyPatch.context() as patch:

@@ -156,6 +156,52 @@ def test_checkpoints_load_on_other_ranks_and_unsharded(ranks, tmp_path):
     ranks(2, _load, tmp_path / "c")
 
 
+def _cast(rank: int, world: int) -> None:
+    """Gradients in another dtype than main weights are cast by the optimizer itself."""
+    found = []
+    for options in ({}, {"in_backward": True}):
+        policy = flatshard.MixedPrecisionPolicy(grad_dtype=torch.bfloat16)
+        model = fully_shard(Wide(), mp_policy=policy)
+        optimizer = fully_shard_optimizer(AdamW8bit(model.parameters(), lr=1e-2), **options)
+        for _ in range(3):
+            model(torch.ones(1, 512)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(bits(model.even.weight.to_local()))
+    assert torch.equal(*found)
+
+
+def test_gradients_of_another_dtype(ranks):
+    ranks(2, _cast)
+
+
+def _goes_on(rank: int, world: int, path: Any, options: dict[str, Any]) -> None:
+    """What such an optimizer, or a copy of it, has saved goes on as it does itself."""
+    model = fully_shard(Wide())
+    optimizer = fully_shard_optimizer(AdamW8bit(model.parameters(), lr=1e-2), **options)
+    run(model, optimizer, range(2))
+    if "whole" not in options:
+        model, optimizer = copy.deepcopy((model, optimizer))
+        run(model, optimizer, range(2, 4))
+    flatshard.checkpoint.save(path, model, optimizer, progress=False)
+    loaded = fully_shard(Wide())
+    other = fully_shard_optimizer(AdamW8bit(loaded.parameters(), lr=1e-2), **options)
+    flatshard.checkpoint.load(path, loaded, other, progress=False)
+    for each, stepped in ((model, optimizer), (loaded, other)):
+        run(each, stepped, range(4, 6))
+    for one, two in zip(model.parameters(), loaded.parameters()):
+        assert torch.equal(bits(one.full_tensor()), bits(two.full_tensor()))
+
+
+def _are_experts(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.dim() > 2
+
+
+@pytest.mark.parametrize("options", [{"whole": _are_experts}, {"in_backward": True}])
+def test_state_on_shards_is_saved_beside_whole_parameters_and_of_copies(ranks, tmp_path, options):
+    ranks(2, _goes_on, tmp_path / "c", options)
+
+
 def _others(rank: int, world: int) -> None:
     """torchao's, as it is: each rank quantises what it holds, as with FSDP2, in blocks that go on over rows."""
     torchao = pytest.importorskip("torchao.optim")

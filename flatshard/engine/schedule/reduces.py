@@ -200,7 +200,12 @@ class Reduces:
         self.steps.run()
         if joins:
             self.join()
-        elif self.in_flight or self._asking or self.steps.running:
+        else:
+            self.leave()
+
+    def leave(self, *_: object) -> None:
+        """A backward has ended, or has raised, before its reduces: the next use of a gradient joins them."""
+        if self.in_flight or self._asking or self.steps.running:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
@@ -242,17 +247,25 @@ class Reduces:
             self._asking.append(reduction.asks)
         if reduction.then is not None:
             self._ask()
+            self.steps.run()  # such hooks may set gradients to None that wait for their step
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
                 other.ticket.wait()
             # Hooks that set all gradients to None mean those that exist, not those on their way.
             others = [other for other in self.in_flight if other.writes is not reduction.writes]
+            groups = [group for _, of in self._groups if (group := of()) is not None]
+            full = [param.full for group in groups for param in group.params]
+            arrived = [(each, each.grad) for each in full if each is not None and each.grad is not None]
             for other in others:
                 other.conceal()
+            for parameter, _ in arrived:
+                parameter.grad = None
             try:
                 reduction.then()
             finally:
                 for other in others:
                     other.show()
+                for parameter, grad in arrived:
+                    parameter.grad = grad
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
         elif reduction.on_final is not None:
@@ -278,7 +291,7 @@ _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have le
 def join_reduces() -> None:
     """Order the current stream after the reduces of all models, before gradients are read.
 
-    Reading a ``.grad`` calls it.
+    Reading or setting a ``.grad`` calls it.
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):

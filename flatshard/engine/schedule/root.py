@@ -197,7 +197,7 @@ class Root:
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
         end = _End(self)
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, self.reduces.leave)
         _torch.at_end_of_backward(end)
 
     @property
