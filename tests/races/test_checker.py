@@ -189,8 +189,9 @@ def gather_and_read(pool: Pool, tensor: torch.Tensor, lasting: bool = False) -> 
 
 
 def forgetful(release: Callable[..., None]) -> Callable[..., None]:
-    def forgotten(self: Pool, tensor: torch.Tensor) -> None:
-        release(self, tensor)
+    def forgotten(self: Pool, tensor: torch.Tensor, keep: bool = False) -> None:
+        release(self, tensor, keep)
+
         for slot in self._free:
             slot.released = ()
 
