@@ -617,6 +617,33 @@ def test_decoupled_gradients():
             model.zero_grad()
 
 
+@pytest.mark.parametrize("choices", ["bf16", "in bytes"])
+def test_memory_that_is_kept_after_a_reshard(choices):
+    with one_rank():
+        model = sharded(**CHOICES[choices])
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model.set_keep_unsharded_storage(True)
+        for tokens in TOKENS[:3]:
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_backwards_that_are_finalized_by_hand():
+    with one_rank():
+        model = sharded(**CHOICES["bf16 throughout"])
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for tokens in TOKENS[:3]:
+            model.set_manual_backward_finalization(True)
+            for last in (False, True):
+                model.set_requires_gradient_sync(last)
+                loss_of(model, tokens).backward()
+            handle = model.finalize_backward(async_op=True)
+            handle.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # Steps of state and weights in host memory
 
 
