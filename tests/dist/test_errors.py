@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -131,9 +132,16 @@ def _pickled(rank: int, world: int) -> None:
     loss_of(copied, next(batches(1, 2))).backward()
 
 
+def _without_its_root(rank: int, world: int) -> None:
+    part = shard_net(make_net()).norm  # as PEFT's merge_and_unload returns the model inside the one that was sharded
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"part of unit 'Net', whose module has been deleted\. Keep"):
+        part(torch.ones(2, 12))
+
+
 @pytest.mark.parametrize(
     "body",
-    [_bad_modules, _bad_arguments, _tied_across_units, _wrong_moment, _pickled],
+    [_bad_modules, _bad_arguments, _tied_across_units, _wrong_moment, _pickled, _without_its_root],
     ids=lambda body: body.__name__.strip("_"),
 )
 def test_a_mistake_is_refused_with_the_fix_and_changes_nothing(ranks, body):
