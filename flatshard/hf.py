@@ -141,7 +141,7 @@ def let_trainer_save() -> None:
     """Let `save_model` of Transformers' Trainer write the weights also if state dicts are sharded.
 
     The original method writes no weights then. No effect if the Trainer has not been imported. Its checkpoints, for
-    which it calls the same method, do not change.
+    which it calls the same method, do not change, except that the folder of one exists when this method returns.
     """
     cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if cls is None or cls in _trainers:
@@ -151,8 +151,11 @@ def let_trainer_save() -> None:
     @functools.wraps(method)
     def save_model(self: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
         sharded = self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
-        if sharded and not _internal_call and unit_of(self.model) is not None:
-            _save(self, output_dir)
+        if sharded and unit_of(self.model) is not None:
+            if _internal_call:  # for a checkpoint: all ranks look next whether its folder exists, to note the best one
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
+            else:
+                _save(self, output_dir)
         return method(self, output_dir, _internal_call)
 
     cls.save_model = save_model

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +57,15 @@ class FSDPModule(TorchFSDPModule):
         """A copy with the same units and settings, on copies of the shards. Gradients are not copied."""
         copier: Any = _unit(self).copier
         return copier(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: a rank's shards, process groups and hooks are of no use in another process."""
+        name = class_before(type(self)).__name__
+        raise pickle.PicklingError(
+            f"{name} is sharded, and cannot be pickled. Save it with flatshard.checkpoint.save, its state_dict() with "
+            "torch.distributed.checkpoint, or whole weights with flatshard.checkpoint.export_safetensors or "
+            f"get_model_state_dict and full_state_dict=True; load them into a new {name}. Use copy.deepcopy for a copy"
+        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`.to`, `.float`, `to_empty` and similar methods replace parameters; the unit's buffers adopt the new ones."""

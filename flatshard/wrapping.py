@@ -75,14 +75,21 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _large(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Large embeddings and linear layers outside of blocks; those that share a weight are in one list."""
+    """Large embeddings and linear layers outside of blocks; those that share a weight are in one list.
+
+    The unit of a layer that PEFT has wrapped is its wrapper, which may read the weight itself (DoRA, trainable tokens).
+    """
     inside = {module for block in blocks for module in block.modules()}
+    wrappers = {id(base): each for each in model.modules() if (base := getattr(each, "base_layer", None)) is not None}
     by_weight: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if module in inside or module is model or not isinstance(module, (nn.Embedding, nn.Linear)):
             continue
         if is_large(module, blocks):
-            by_weight.setdefault(id(module.weight), []).append(module)
+            outer: nn.Module = module
+            while id(outer) in wrappers:
+                outer = wrappers[id(outer)]
+            by_weight.setdefault(id(module.weight), []).append(outer)
     return list(by_weight.values())
 
 

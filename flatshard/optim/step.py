@@ -26,6 +26,7 @@ from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
 from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, takeovers, wrap_scalars
+from flatshard.optim.unsharded import warn_of_unsharded
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -523,6 +524,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         refuse_replaced(optimizer)
         _refuse_stepped(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        warn_of_unsharded(parameters)
         if isinstance(stepper, WholeStep):  # parameters may have been added
             _plan(optimizer, stepper)
         if stepper is None:

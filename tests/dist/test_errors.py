@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -118,8 +122,27 @@ def _wrong_moment(rank: int, world: int) -> None:
     loss_of(model, next(batches(1, 2))).backward()
 
 
+def _pickled(rank: int, world: int) -> None:
+    model = shard_net(make_net())
+    for call in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        for each in (model, model.blocks):
+            with pytest.raises(pickle.PicklingError, match=r"(Net|Block) is sharded.*checkpoint\.save.*new \1"):
+                call(each)
+    copied = copy.deepcopy(model)
+    loss_of(copied, next(batches(1, 2))).backward()
+
+
+def _without_its_root(rank: int, world: int) -> None:
+    part = shard_net(make_net()).norm  # as PEFT's merge_and_unload returns the model inside the one that was sharded
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"part of unit 'Net', whose module has been deleted\. Keep"):
+        part(torch.ones(2, 12))
+
+
 @pytest.mark.parametrize(
-    "body", [_bad_modules, _bad_arguments, _tied_across_units, _wrong_moment], ids=lambda body: body.__name__.strip("_")
+    "body",
+    [_bad_modules, _bad_arguments, _tied_across_units, _wrong_moment, _pickled, _without_its_root],
+    ids=lambda body: body.__name__.strip("_"),
 )
 def test_a_mistake_is_refused_with_the_fix_and_changes_nothing(ranks, body):
     ranks(2, body)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -343,3 +344,42 @@ def test_what_needs_more_than_elements_is_refused():
     module(torch.ones(2, 3)).sum().backward()
     plain.step()
     assert plain.state[module.weight]["step"].item() == 1
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+def _put_in_later(rank, world, how):
+    """What an optimizer warns of whose model was given an adapter after it was sharded."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if how == "ignored":
+        model[1] = Adapted(model[1])
+        fully_shard(model, ignored_params=set(model[1].adapter.parameters()))
+    else:
+        fully_shard(model)
+        model[1] = Adapted(model[1])
+    if how == "sharded":
+        fully_shard(model[1].adapter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    told = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told.append([str(each.message) for each in caught])
+    return told
+
+
+@pytest.mark.parametrize("how", ["plain", "sharded", "ignored"])
+def test_parameters_that_no_unit_owns_are_named_once(ranks, how):
+    for first, second in ranks(2, _put_in_later, how):
+        assert second == []
+        assert len(first) == (how == "plain")
+        assert how != "plain" or "parameter '1.adapter.weight' of unit 'FSDPSequential' and 1 more" in first[0]

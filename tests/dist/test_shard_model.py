@@ -61,6 +61,29 @@ def test_auto_takes_the_blocks_a_model_names_and_ties_stay_in_one_unit(ranks):
     assert ranks(2, _named) == [None] * 2
 
 
+class Wrapped(nn.Module):
+    """As a layer of PEFT that reads the weight of the layer it wraps."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, 2 * self.base_layer.weight)
+
+
+def _wrapped(rank, world):
+    model = make_net()
+    model.embed = Wrapped(model.embed)
+    shard_model(model)
+    assert [name for name, _ in units_below(model)] == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    loss_of(model, torch.zeros(2, 5, dtype=torch.long)).backward()
+
+
+def test_the_unit_of_a_layer_that_is_wrapped_is_its_wrapper(ranks):
+    assert ranks(2, _wrapped) == [None] * 2
+
+
 def _given(rank, world):
     for units in ([Block], ["tests.dist.models.Block"]):
         model = make_net()

@@ -130,3 +130,29 @@ def test_the_trainer_gives_the_losses_of_fsdp2(ranks, kind, tmp_path):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         assert {"model.safetensors", "config.json", "training_args.bin"} <= {*files}
         assert others == (files if kind == "FULL_STATE_DICT" else None)
+
+
+def _best(rank, world, folder, port):
+    """The best checkpoint that a rank has noted and loaded, and the losses of evaluations, the last one with it."""
+    from transformers import Trainer, TrainingArguments
+
+    architecture = ARCHITECTURES["llama-tied"]
+    rows = [architecture.inputs(torch.Generator().manual_seed(number)) for number in range(16)]
+    data = [{name: value[0] for name, value in row.items()} for row in rows]
+    wrap = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": [LAYER]}
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    common = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 3, "learning_rate": 0.01}
+    with launched(rank, world, port, "ours"):
+        arguments = TrainingArguments(folder, fsdp="full_shard auto_wrap", fsdp_config=wrap, **every, **common)
+        model = architecture.make().train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:4])
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        best = os.path.basename(trainer.state.best_model_checkpoint or "")
+        return best, losses, trainer.evaluate()["eval_loss"] if best else None
+
+
+def test_ranks_load_the_same_best_checkpoint(ranks, tmp_path):
+    for best, losses, loss in ranks(2, _best, str(tmp_path), free_port()):
+        assert best == f"checkpoint-{1 + losses.index(min(losses))}"
+        assert loss == pytest.approx(min(losses), rel=1e-5)

@@ -49,6 +49,7 @@ Named = tuple[str, nn.Parameter, list[Site]]
 Sharded = tuple[DBuffer, list[ShardedParam], Initial | None]
 
 NO_SHARD = "_flatshard_no_shard"  # the mark that `no_shard` leaves on modules and parameters
+IGNORED = "_flatshard_ignored"  # on a parameter that was in ``ignored_params``
 
 
 def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -272,6 +273,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
     borrowed, by_kind, plain, dims = found = sort_parameters(modules, choices)
     by_rows = _checked_rows(modules, found, choices) if choices.rows else None
+    for parameter in choices.ignored:
+        parameter.__dict__[IGNORED] = True
     owner = type(modules[0]).__name__
     groups = [
         _build_group(params, [dims[p] for _, p, _ in params], kind, choices, owner) for kind, params in by_kind.items()

@@ -69,6 +69,11 @@ class EntryPoints:
     def _before(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or self._unit.shows_full:
             return None
+        if not self._unit.modules:
+            raise RuntimeError(
+                f"{type(part).__name__} is a part of unit '{self._unit.name}', whose module has been deleted. Keep a "
+                "reference to the module that fully_shard was called on (PEFT's merge_and_unload returns one inside it)"
+            )
         self._running = part
         return self._unit._pre_forward(self._unit.modules[0], args, kwargs)
 
