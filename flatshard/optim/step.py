@@ -496,6 +496,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     In a compiled step it is traced, and only counts.
     """
+    if isinstance(optimizer, CombinedOptimizer):  # its optimizers are checked in their own steps
+        return
     steps.note()
     if torch.compiler.is_compiling():
         return
