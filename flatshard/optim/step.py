@@ -517,7 +517,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _refuse_parts(optimizer, ours)
             if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
-            for parameter in ours:
+            for parameter in ours if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
                 if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "

@@ -221,7 +221,7 @@ def _other_dtype(rank, world, kind, options):
         assert not any(torch.equal(_held(p), old) for p, old in zip(model.parameters(), before) if old.numel())
 
 
-@pytest.mark.parametrize(("kind", "options"), [("adamw", OFFLOADED), ("8 bits", OFFLOADED)])
+@pytest.mark.parametrize(("kind", "options"), [("adamw", OFFLOADED), ("8 bits", OFFLOADED), ("8 bits", {})])
 def test_gradients_get_another_dtype(ranks, kind, options):
     ranks(2, _other_dtype, kind, options)
 
