@@ -99,6 +99,31 @@ def test_a_pipeline_of_sharded_stages_equals_one_process(ranks, kind):
     ranks(4, _pipeline, kind)
 
 
+def _in_backward(rank, world):
+    """The schedule divides the reduced gradients by the micro-batches, so no backward may have stepped them before."""
+    stage = fully_shard(
+        _model(2)[rank : rank + 1], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    )
+    place = PipelineStage(stage, rank, world, torch.device("cpu"))
+    schedule, reference = ScheduleGPipe(place, MICRO, loss_fn=_loss), _model(2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (stage, reference)]
+    flatshard.fully_shard_optimizer(optimizers[0], in_backward=True)
+    for step in range(3):
+        x, y = torch.randn(2, MICRO, DIM, generator=torch.Generator().manual_seed(step))
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+        _loss(reference(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, wanted in zip(stage.parameters(), reference[rank].parameters()):
+        torch.testing.assert_close(mine.full_tensor(), wanted)
+
+
+@pytest.mark.limit(120)
+def test_optimizers_that_step_in_backward_step_what_the_schedule_has_scaled(ranks):
+    ranks(2, _in_backward)
+
+
 class Tied(nn.Module):
     """A language model whose output weights are those of its embedding; or a stage of it, which has one of the ends."""
 
