@@ -1,5 +1,7 @@
 """Stages of torch's pipelining that are sharded."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,30 @@ def _in_backward(rank, world):
 @pytest.mark.limit(120)
 def test_optimizers_that_step_in_backward_step_what_the_schedule_has_scaled(ranks):
     ranks(2, _in_backward)
+
+
+def _by_rows(rank, world):
+    """The schedule unshards the embedding, whose look-ups do not use the full weight."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    torch.manual_seed(8)
+    reference = nn.Sequential(nn.Embedding(VOCAB, DIM), _block(), _block(), _block())
+    stages = []
+    for index in (rank, rank + 2):
+        part = fully_shard(copy.deepcopy(reference)[index], mesh=mesh, rows=index == 0, reshard_after_forward=True)
+        stages.append(PipelineStage(part, index, 4, torch.device("cpu")))
+    schedule = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=_loss)
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randint(VOCAB, (MICRO, 3), generator=rng), torch.randn(MICRO, 3, DIM, generator=rng)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+    _loss(reference(x), y).backward()
+    for stage in stages:
+        for mine, wanted in zip(stage.submod.parameters(), reference[stage.stage_index].parameters()):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.limit(120)
+def test_an_embedding_by_rows_in_a_stage(ranks):
+    ranks(2, _by_rows)
 
 
 class Tied(nn.Module):
