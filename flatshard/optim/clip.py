@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import group_among, joint_group
-from flatshard.engine.gradients.main_grads import MAIN_GRAD
+from flatshard.engine.gradients.main_grads import DECOUPLED, MAIN_GRAD
 from flatshard.engine.groups.registry import group_of, sharded_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.flat_params import cut_as
@@ -93,6 +93,17 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     return list({id(sharded): sharded for sharded in map(sharded_of, listed)}.values())
 
 
+def _grad_name(parameter: torch.Tensor) -> str:
+    """The attribute in which a parameter has its gradient (`FSDPModule.set_decoupled_gradients`)."""
+    group = group_of(parameter)
+    return DECOUPLED if group is not None and group.gradients.main_grads.is_decoupled else "grad"
+
+
+def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    found: torch.Tensor | None = getattr(parameter, _grad_name(parameter))
+    return found
+
+
 def _norm_type(given: Any) -> float:
     found = _arguments.real("norm_type", given)
     if not found > 0:
@@ -108,7 +119,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradien
     places: dict[_Where, list[_Gradient]] = {}
     buffers: dict[Any, tuple[DBuffer, list[_Gradient], list[torch.Tensor]]] = {}
     for parameter in parameters:
-        grad = parameter.grad
+        grad = _grad_of(parameter)
         buffer = getattr(grad, MAIN_GRAD, None)
         key: Any = id(buffer)
         if isinstance(grad, DTensor) and buffer is not None and grad.device_mesh is not buffer.mesh:
@@ -226,7 +237,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     named = _named(model)
     join_reduces()
     having = _ranks_where(named, lambda grad: True)
-    found = [(name, parameter, parameter.grad) for name, parameter in named if having[name]]
+    found = [(name, parameter, _grad_of(parameter)) for name, parameter in named if having[name]]
     return _norms(found, norm_type)
 
 
@@ -252,8 +263,9 @@ def _ranks_where(
         here = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
         flags = torch.zeros(len(here), dtype=torch.int32, device=mesh_device(mesh))
         for number, (_, parameter) in enumerate(here):
-            if parameter.grad is not None:
-                flags[number] = is_flagged(parameter.grad)
+            grad = _grad_of(parameter)
+            if grad is not None:
+                flags[number] = is_flagged(grad)
         ranks = [dist.get_rank() if dist.is_initialized() else 0]
         if mesh is not None:
             lane, ranks = Lane("nonfinite", flags.device), mesh.mesh.flatten().tolist()
@@ -320,8 +332,10 @@ def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stag
         return
     parts = []
     for parameter in listed:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parts.append(_torch.held_of(parameter.grad))
+        grad = _grad_of(parameter)
+        if grad is None:
+            grad = torch.zeros_like(parameter)
+            setattr(parameter, _grad_name(parameter), grad)
+        parts.append(_torch.held_of(grad))
     lane, group = Lane("shared", torch.device(stages.device_type)), group_among(ends, [stages.get_group()])
     lane.all_reduce(group, parts, after=(lane.mark(),), name="shared gradients").wait()

@@ -189,11 +189,8 @@ def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer |
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
     """Give a plain parameter its gradient, in its dtype unless ``uncast``."""
-    if gradient.dtype != tensor.dtype:
-        if uncast:
-            _torch.allow_grad_of(tensor, gradient.dtype)
-        else:
-            gradient = gradient.to(tensor.dtype)
+    gradient = gradient if uncast else gradient.to(tensor.dtype)
+    _torch.allow_grad_of(tensor, gradient.dtype)  # the last one may have had another dtype
     tensor.grad = gradient
 
 

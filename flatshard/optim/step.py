@@ -510,6 +510,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     In a compiled step it is traced, and only counts.
     """
+    if isinstance(optimizer, CombinedOptimizer):  # its optimizers are checked in their own steps
+        return
     if torch.compiler.is_compiling():
         steps.note()
         return
@@ -532,9 +534,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _refuse_parts(optimizer, ours)
             if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
-            for parameter in ours:
-                is_other = isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype
-                if is_other and not isinstance(optimizer, AdamW8bit):  # which casts them itself
+            for parameter in ours if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
+                if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
                         "fully_shard_optimizer(optimizer), which casts them"

@@ -286,6 +286,27 @@ def test_gradients_may_rest_in_a_lower_precision_than_main(ranks):
     ranks(2, _low_precision_gradients)
 
 
+def _decoupled(rank, world):
+    """Gradients that are not in `.grad` have the same norms, and are clipped."""
+    reference, model = with_gradients(rank, world)
+    norms = grad_norms(model)
+    model.zero_grad()
+    model.set_decoupled_gradients()
+    loss_of(model, next(batches(1, ROWS)).chunk(world)[rank]).backward()
+    assert grad_norms(model) == pytest.approx(norms)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.1), expected)
+    torch.testing.assert_close(clip_grad_norm_(model, INF).item(), 0.1, rtol=1e-4, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    weight = next(parameter for parameter in model.parameters() if parameter.decoupled_grad is not None)
+    weight.decoupled_grad.to_local().fill_(math.nan)
+    assert {rank for _, rank in find_nonfinite(model)} == set(range(world))
+
+
+def test_decoupled_gradients_are_clipped(ranks):
+    ranks(2, _decoupled)
+
+
 def _unsharded_root(rank, world):
     """After a forward without a backward the root shows full parameters; the sharded ones have the gradients."""
     reference, model = with_gradients(rank, world)

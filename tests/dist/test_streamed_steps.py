@@ -209,6 +209,23 @@ def test_parameters_without_gradients_and_changed_state(ranks, options, policy):
     ranks(2, _paths, options, policy)
 
 
+def _other_dtype(rank, world, kind, options):
+    """Gradients that are given in their own dtype may have another one than in the last step."""
+    model = shard_net(make_net(), mp_policy=MixedPrecisionPolicy(grad_dtype=torch.bfloat16))
+    optimizer = fully_shard_optimizer(OPTIMIZERS[kind](model.parameters()), **options)
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(grad_dtype=torch.bfloat16)):
+        _train(model, optimizer, rank, world, steps=1)
+        before = [_held(p).detach().clone() for p in model.parameters()]
+        model.set_mp_policy(policy)
+        _train(model, optimizer, rank, world, steps=1)
+        assert not any(torch.equal(_held(p), old) for p, old in zip(model.parameters(), before) if old.numel())
+
+
+@pytest.mark.parametrize(("kind", "options"), [("adamw", OFFLOADED), ("8 bits", OFFLOADED), ("8 bits", {})])
+def test_gradients_get_another_dtype(ranks, kind, options):
+    ranks(2, _other_dtype, kind, options)
+
+
 def _loaded(rank, world, kind, before, after, how, folder):
     """Training goes on from a state that was saved with and without offloaded state."""
     found = []

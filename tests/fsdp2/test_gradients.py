@@ -81,6 +81,27 @@ def test_gradient_divide_factor(ranks, shape):
     ranks(2, _factor, shape)
 
 
+def _factor_between(rank, world):
+    """Gradients that rest between micro-batches, reduced over the inner axis, follow settings that change there."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+    changes = {
+        1.0: lambda unit: unit.set_force_sum_reduction_for_comms(True),
+        0.5: lambda unit: unit.set_gradient_divide_factor(world * 2),
+    }
+    for share, change in changes.items():
+        model = sharded_chain(mesh=mesh)
+        for number in range(2):
+            model.set_requires_all_reduce(number == 1)
+            for unit in (model, *model.blocks) if number else ():
+                change(unit)
+            model(mine(rank, world, number)).sum().backward()
+        check_grads(model, reference_grads(world, (0, 1)), share)
+
+
+def test_settings_of_reduces_change_between_micro_batches(ranks):
+    ranks(4, _factor_between)
+
+
 def _half(rank, world, shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
     model = nn.Linear(4, 8, bias=False)

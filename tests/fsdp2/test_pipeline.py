@@ -1,5 +1,7 @@
 """Stages of torch's pipelining that are sharded."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -97,6 +99,55 @@ IN_A_VEE = pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="this torch cannot
 )
 def test_a_pipeline_of_sharded_stages_equals_one_process(ranks, kind):
     ranks(4, _pipeline, kind)
+
+
+def _in_backward(rank, world):
+    """The schedule divides the reduced gradients by the micro-batches, so no backward may have stepped them before."""
+    stage = fully_shard(
+        _model(2)[rank : rank + 1], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    )
+    place = PipelineStage(stage, rank, world, torch.device("cpu"))
+    schedule, reference = ScheduleGPipe(place, MICRO, loss_fn=_loss), _model(2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (stage, reference)]
+    flatshard.fully_shard_optimizer(optimizers[0], in_backward=True)
+    for step in range(3):
+        x, y = torch.randn(2, MICRO, DIM, generator=torch.Generator().manual_seed(step))
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+        _loss(reference(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, wanted in zip(stage.parameters(), reference[rank].parameters()):
+        torch.testing.assert_close(mine.full_tensor(), wanted)
+
+
+@pytest.mark.limit(120)
+def test_optimizers_that_step_in_backward_step_what_the_schedule_has_scaled(ranks):
+    ranks(2, _in_backward)
+
+
+def _by_rows(rank, world):
+    """The schedule unshards the embedding, whose look-ups do not use the full weight."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+    torch.manual_seed(8)
+    reference = nn.Sequential(nn.Embedding(VOCAB, DIM), _block(), _block(), _block())
+    stages = []
+    for index in (rank, rank + 2):
+        part = fully_shard(copy.deepcopy(reference)[index], mesh=mesh, rows=index == 0, reshard_after_forward=True)
+        stages.append(PipelineStage(part, index, 4, torch.device("cpu")))
+    schedule = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=_loss)
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randint(VOCAB, (MICRO, 3), generator=rng), torch.randn(MICRO, 3, DIM, generator=rng)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank else {}))
+    _loss(reference(x), y).backward()
+    for stage in stages:
+        for mine, wanted in zip(stage.submod.parameters(), reference[stage.stage_index].parameters()):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.limit(120)
+def test_an_embedding_by_rows_in_a_stage(ranks):
+    ranks(2, _by_rows)
 
 
 class Tied(nn.Module):

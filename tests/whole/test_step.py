@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, whole_optimizer
+from flatshard.optim import CombinedOptimizer
 from flatshard.optim.split_step import SplitStep
 from tests.whole.cases import Net, Spectral, assert_equal_bits, give, gradients, inside, muon, shard
 
@@ -177,6 +178,22 @@ def _dtypes(rank: int, world: int) -> None:
 
 def test_gradients_of_another_dtype(ranks):
     ranks(2, _dtypes)
+
+
+def _combined_dtypes(rank: int, world: int) -> None:
+    tokens = torch.arange(8) % 13
+    model = shard(Net(), mp_policy=MixedPrecisionPolicy(grad_dtype=torch.bfloat16))
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    rest = [(name, parameter) for name, parameter in model.named_parameters() if not inside(name, parameter)]
+    adamw = fully_shard_optimizer(torch.optim.AdamW(rest))
+    optimizer = CombinedOptimizer([whole_optimizer(Spectral, model, inside), adamw])
+    torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
+    optimizer.step()
+    assert not any(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before) if old.numel())
+
+
+def test_optimizers_that_cast_gradients_are_combined(ranks):
+    ranks(2, _combined_dtypes)
 
 
 class Summing(Optimizer):

@@ -83,6 +83,7 @@ class Gradients:
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._rested = DONE  # when the last reduce into it is over
+        self._rest_factor = 1.0  # by which it multiplies the sum over the ranks that it is reduced over
         self._used: set[int] = set()  # params that have had a gradient in backwards that stopped short of final
         self._uses = Uses(len(params))
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
@@ -157,6 +158,12 @@ class Gradients:
             multiple = self.scale
         self._before = 2.0 ** -math.ceil(-math.log2(abs(multiple)) / 2) if half and 0.0 < abs(multiple) < 1.0 else 1.0
         self._factor = 1.0 if self._op == "avg" else multiple / self._before
+        # Gradients that rest have been multiplied before: those of later backwards, and these, must be alike.
+        ranks = math.prod(self.main.mesh.shape[self.main.mesh.ndim - self._rests_after :])
+        known, self._rest_factor = self._rest_factor, self._before / (ranks if self._op == "avg" else 1)
+        if self._resting is not None and self._rest_factor != known:
+            self._rested.wait()
+            self._resting.local.mul_(self._rest_factor / known)
 
     @property
     def has_partial(self) -> bool:

@@ -176,6 +176,7 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._is_held_up()):
             self._land()
         gradients, pool = group.gradients, self.pool
+        is_last = is_last and not self.is_one_of_several  # else the caller is going to scale them before the step
         if self.steps.waiting:
             self.steps.run_before(gradients)
         if goal is not Goal.UNREDUCED:

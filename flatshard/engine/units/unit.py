@@ -486,7 +486,8 @@ class Unit(FullWeights):
         """
         if "torch.distributed.pipelining" not in sys.modules:
             return
-        wanted = [m.full for group in self.groups for m in group.params if m.full is not None and m.full.requires_grad]
+        params = [param for group in self.groups if not group.by_rows for param in group.params]
+        wanted = [param.full for param in params if param.full is not None and param.full.requires_grad]
         nodes = [torch.autograd.graph.get_gradient_edge(full).node for full in wanted]
         if not all(map(_torch.will_be_executed, nodes)):
             raise RuntimeError(
