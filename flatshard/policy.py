@@ -115,6 +115,8 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
     def of_group(self, keeps_dtype: bool) -> MixedPrecisionPolicy:
         """The policy of parameters that compute in their own dtype, or of the others."""
+        if not keeps_dtype and self.param_dtype_override_fn is None:
+            return self
         return replace(self, param_dtype=None if keeps_dtype else self.param_dtype, param_dtype_override_fn=None)
 
     # Dtypes of one parameter group. ``own`` is the dtype that its parameters had before sharding.

@@ -132,7 +132,7 @@ def _piped(rank, world):
     try:
         import torch.distributed.pipelining.stage as stage
 
-        assert stage.fully_shard is flatshard.fully_shard
+        assert stage.FSDPModule is flatshard.FSDPModule
         _pipeline(rank, world, Schedule1F1B)
     finally:
         flatshard.uninstall()
