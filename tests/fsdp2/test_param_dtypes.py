@@ -88,6 +88,18 @@ def test_functions_of_dtypes_are_checked(ranks):
     ranks(1, _refusals)
 
 
+def _set_by_user(rank, world):
+    model = nn.Linear(4, 4)
+    model.weight.grad_dtype = HALF
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+
+
+def test_the_dtype_of_gradients_is_that_of_the_policy(ranks):
+    ranks(1, _set_by_user)
+
+
 def _default(rank, world):
     model = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(HALF))
     model(torch.ones(2, 8)).sum().backward()
