@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -130,6 +131,7 @@ def _report(options: argparse.Namespace) -> int:
     if len(options.record) > 2 or len(options.losses) > len(options.record):
         given = f"{len(options.record)} recordings and {len(options.losses)} logs"
         raise ValueError(f"{given} were given; give one or two recordings, and at most one --losses file for each")
+    _check_positive(options, "peak_tflops")
     logs = [*options.losses, None, None]
     peak = None if options.peak_tflops is None else 1e12 * options.peak_tflops
     records = [Record.read(path, log, peak) for path, log in zip(options.record, logs)]
@@ -140,6 +142,14 @@ def _report(options: argparse.Namespace) -> int:
     if options.trace:
         print(f"{options.trace}: open it in https://ui.perfetto.dev")
     return 0
+
+
+def _check_positive(options: argparse.Namespace, *names: str) -> None:
+    """ValueError if a number that was given is not positive and finite."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be more than 0, and finite")
 
 
 class _NoScript(ValueError):
@@ -190,6 +200,7 @@ def _rehearse(options: argparse.Namespace) -> int:
         raise ValueError(f"--world {options.world} --rank {options.rank}: must be at least 1, and 0 <= rank < world")
     if options.warmup < 1:
         raise ValueError(f"--warmup {options.warmup}: must be at least 1, because the first step has no start time")
+    _check_positive(options, "tokens", "flops")
     check_writable("json", options.json)
     check_writable("record", options.record)
     network = get_network(options.network, options.ranks_per_node, options.ranks_per_pod, options.algorithm)

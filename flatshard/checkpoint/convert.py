@@ -36,6 +36,7 @@ Form = Literal["flatshard", "dcp", "safetensors", "torch"]
 FORMS: tuple[Form, ...] = get_args(Form)
 _MARKS: dict[str, Form] = {MANIFEST: "flatshard", METADATA: "dcp", SINGLE: "safetensors", INDEX: "safetensors"}
 _SUFFIXES: dict[str, Form] = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_EXTRA = "extra_of_ranks"  # beside "model" in DCP's folders and torch.save's files: a list of what each rank has saved
 
 
 @dataclass
@@ -150,7 +151,7 @@ def _read_own(path: Path, make: MakeTensor) -> dict[str, Any]:
             tree["optimizer"] = {"state": optimizer["state"], "param_groups": optimizer["groups"]}
         extra = [read_extra(manifest, reader, rank) for rank in range(manifest.world)]
     if any(each is not None for each in extra):
-        tree["extra"] = extra
+        tree[_EXTRA] = extra
     return tree
 
 
@@ -247,7 +248,10 @@ def _write_own(path: Path, state: State) -> None:
     if state.optimizer is not None:
         optimizer = {"groups": state.optimizer["param_groups"], "state": state.optimizer["state"]}
         taken.optimizer = encode_tree(optimizer, taken.put, "optimizer")
-    taken.extra = encode_tree(state.rest or None, partial(taken.put, own=True), "extra/0")
+    extra, only = state.rest or None, state.rest.get(_EXTRA)
+    if isinstance(only, list) and only and len(state.rest) == 1:
+        extra = only[0]  # as if the checkpoint were loaded on another number of ranks
+    taken.extra = encode_tree(extra, partial(taken.put, own=True), "extra/0")
     write_snapshot(path, taken, Exchange("checkpoint_save"))
 
 

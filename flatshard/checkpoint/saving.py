@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +139,20 @@ def write_snapshot(
     path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None = None, progress: bool = False
 ) -> None:
     """Write a checkpoint from the snapshots of all ranks."""
-    folder = path.parent / f"{_SAVING}{path.name}"
 
-    def start() -> None:
-        if ranks.rank == 0:
-            if folder.exists():  # left by a save that was killed
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True)
+    def start() -> str | None:
+        """Make a folder that no other save has: another job may be saving to the same path."""
+        if ranks.rank != 0:
+            return None
+        for left in path.parent.glob(f"{_SAVING}*"):  # by a save that was killed
+            if left.name.removeprefix(_SAVING).partition("-")[2] == path.name:
+                _discard(left)
+        made = path.parent / f"{_SAVING}{secrets.token_hex(4)}-{path.name}"
+        made.mkdir(parents=True)
+        return made.name
 
+    folder = path.parent / from_all_ranks(ranks, on_all_ranks(ranks, start))[0]
     try:
-        on_all_ranks(ranks, start)
         own = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
         # These messages are long, so only rank 0 receives them, one after another.
         written = map(json.loads, ranks.gather(json.dumps(own).encode(), only_first=True))
@@ -175,7 +181,7 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             seen = folder / rank_file(rank)
             if not seen.exists() or seen.stat().st_size != each["file"]["bytes"]:
                 reason = f"rank 0 does not see what rank {rank} wrote: {path} must be on storage that all ranks share"
-                raise CheckpointError(f"{seen} is missing or incomplete: {reason}")
+                raise CheckpointError(f"{seen} is missing or incomplete: {reason}, and no other job may save there")
             files.append(each["file"])
             yield each
 
@@ -203,13 +209,21 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
 
 def _prune(parent: Path, others: list[tuple[int, Path]], keep: int) -> None:
     """Delete folders that killed saves and deletions have left, and all but the ``keep`` newest of ``others``."""
-    for left in parent.iterdir():  # first, because one may have the name that is needed below
-        if left.name.startswith((_SAVING, _DELETING)):
+    for left in parent.iterdir():
+        if left.name.startswith(_DELETING):
             shutil.rmtree(left, ignore_errors=True)
+        elif left.name.startswith(_SAVING):
+            _discard(left)
     for _, old in others[: max(0, len(others) - keep)]:
-        # One operation, so that nobody loads a partly deleted folder.
-        moved = old.rename(old.parent / f"{_DELETING}{old.name}")
-        shutil.rmtree(moved, ignore_errors=True)
+        _discard(old)
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder, unless another job has. It is renamed first: nobody loads or publishes a part of it."""
+    moved = folder.with_name(f"{_DELETING}{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        folder.rename(moved)
+    shutil.rmtree(moved, ignore_errors=True)
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:

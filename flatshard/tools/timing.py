@@ -43,9 +43,12 @@ class Speed:
     peak: float = 989e12
 
     def __post_init__(self) -> None:
-        if not min(self.flops, self.tokens, self.bandwidth, self.peak) > 0 or self.host < 0:
-            flags = "--tflops, --tokens, --memory-bandwidth and --peak-tflops"
-            raise ValueError(f"{flags} must be more than 0, and --host-ms at least 0; given: {self}")
+        rates = {"tflops": self.flops, "memory-bandwidth": self.bandwidth, "peak-tflops": self.peak}
+        for flag, value in {"tokens": self.tokens, **{flag: rate / 1e12 for flag, rate in rates.items()}}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"--{flag} {value:g}: must be more than 0, and finite")
+        if not 0 <= self.host < math.inf:
+            raise ValueError(f"--host-ms {1e3 * self.host:g}: must be at least 0, and finite")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from flatshard.train.progress import run_with_display
 from flatshard.train.settings import Mistake, TrainSettings
 from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
-from flatshard.trust.alarm import PeerError, leave
+from flatshard.trust.alarm import PeerError, alarm, leave
 
 _PAUSE = 0.01  # seconds between two reads of the store
 
@@ -116,6 +116,7 @@ def _end_alone(settings: TrainSettings, trainer: Trainer | None, error: Exceptio
         file=sys.stderr,
         flush=True,
     )
+    alarm.await_culprit()
     leave(1)  # an ordinary exit would wait for process groups, and NCCL may abort it meanwhile
 
 

@@ -86,6 +86,9 @@ class Trainer:
             raise CheckpointError(
                 f"{error}. If you remove {found}, the run continues from the previous checkpoint"
             ) from error
+        if not isinstance(extra, dict) or not {"step", "recipe"} <= extra.keys():
+            lacks = "does not have the step and the settings of a run, so another program wrote it"
+            raise Mistake(f"{found} {lacks}; give another --checkpoint")
         self.settings.check_continues(extra["recipe"], found)
         return int(extra["step"])
 

@@ -56,6 +56,11 @@ class Alarm:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
         return PeerError(f"{what}: {one_line(error)}") if self._watch is None else self._watch.explain(what, error)
 
+    def await_culprit(self) -> None:
+        """Call before this process ends because of another rank: that rank should end first."""
+        if self._watch is not None:
+            self._watch.await_culprit()
+
     # The process group begins and ends
 
     def start(self, of: Any, group: Watched) -> None:
@@ -216,6 +221,8 @@ class Alarm:
         if watch is not None and not has_failed:
             watch.await_others()
             watch.close()
+        if str(record.header.get("error", "")).startswith(PeerError.__name__):
+            self.await_culprit()
         if self._loop is not None:
             self._loop.stop()
         self._of = None  # a process group that was not destroyed is freed with the modules

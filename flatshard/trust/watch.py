@@ -18,6 +18,7 @@ _log = logging.getLogger("flatshard")
 
 GRACE = 3.0  # seconds that others have to say why a wait has failed
 _HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
+_NOTICE = 0.2  # seconds in which a launcher notices the end of a process; torchrun looks every tenth of a second
 _FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
 
 
@@ -53,19 +54,22 @@ class Verdict:
         self.reason: str | None = None  # what has ended another rank, or is to end this one
         self.is_failure = False  # the job is over; a process that is gone may have done all it had to
         self.explanation = ""  # why a call of torch's has failed, for the last words of this process
+        self.culprit: int | None = None  # the rank that failed, if it is another one
+        self.gone: set[int] = set()  # ranks whose processes have ended without a goodbye
         self._lost = -1  # a rank that is gone; those who wait for it are to end
         self._grace, self._since = grace, 0.0
 
-    def add(self, reason: str, is_failure: bool = True) -> None:
-        """The job cannot continue."""
+    def add(self, reason: str, is_failure: bool = True, by: int | None = None) -> None:
+        """The job cannot continue. ``by``: the rank that is the reason, if it is another one."""
         if self.reason is None:
-            self._since, self.reason = time.monotonic(), reason
+            self._since, self.reason, self.culprit = time.monotonic(), reason, by
         self.is_failure = self.is_failure or is_failure
 
     def add_lost(self, rank: int) -> None:
         """A process has ended without a goodbye."""
         self._lost = rank if self.reason is None else self._lost
-        self.add(f"rank {rank} ended without a message: it was killed or crashed", is_failure=False)
+        self.gone.add(rank)
+        self.add(f"rank {rank} ended without a message: it was killed or crashed", is_failure=False, by=rank)
 
     def pause_grace(self) -> None:
         """Let this rank run without a time limit: its process group is gone, and the user decides what follows."""
@@ -209,6 +213,16 @@ class Watch:
                 return
             time.sleep(0.02)
 
+    def await_culprit(self) -> None:
+        """Let the rank that failed end first: torchrun calls the first one the root cause, and ends the others."""
+        until, verdict = time.monotonic() + GRACE, self.verdict
+        while verdict.culprit is not None and time.monotonic() < until:
+            links = self._links
+            if links is None or verdict.culprit in verdict.gone | links.left:
+                time.sleep(_NOTICE)
+                return
+            time.sleep(0.02)
+
     def pause(self) -> float:
         """The longest time to sleep, in seconds. Looks for ranks that have not connected yet."""
         self._haste = _HASTE if self._find_others() else min(2 * self._haste, TICK)
@@ -228,7 +242,7 @@ class Watch:
         if said is not None:
             rank, _, text = said.partition(" ")
             if int(rank) != self.group.rank:
-                self.verdict.add(f"rank {rank} raised {text}")
+                self.verdict.add(f"rank {rank} raised {text}", by=int(rank))
         if links.are_complete():
             links.forget_store()
         return links.are_complete()
@@ -254,7 +268,7 @@ class Watch:
     def _hear(self, message: Message) -> None:
         """A message of another rank, on the thread of the loop."""
         if "raised" in message:
-            self.verdict.add(f"rank {message['rank']} raised {message['raised']}")
+            self.verdict.add(f"rank {message['rank']} raised {message['raised']}", by=int(message["rank"]))
         elif "lost" in message:
             self.verdict.add_lost(int(message["lost"]))
         is_new = "ask" in message and self._survey.begin()

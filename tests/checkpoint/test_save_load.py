@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,6 +216,45 @@ def test_what_a_killed_deletion_left_is_in_nobodys_way(tmp_path):
     (tmp_path / ".deleting-a" / "left").mkdir(parents=True)
     save(tmp_path / "b", model, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_what_a_killed_save_left_makes_room(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_publish", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path / "a-1", model)
+    assert len(list(tmp_path.iterdir())) == 1
+    save(tmp_path / "1", model)
+    assert len(list(tmp_path.iterdir())) == 2
+    save(tmp_path / "a-1", model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "a-1"]
+
+
+def test_two_jobs_that_save_to_one_path_do_not_mix(tmp_path, monkeypatch):
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    has_written, may_publish, publish = threading.Event(), threading.Event(), saving._publish
+    other = threading.Thread(target=save, args=(tmp_path / "a", second))
+
+    def interleaved(*args):
+        if threading.current_thread() is other:
+            has_written.set()
+            may_publish.wait(20)
+            publish(*args)
+            return
+        other.start()
+        has_written.wait(20)
+        publish(*args)
+
+    monkeypatch.setattr(saving, "_publish", interleaved)
+    with pytest.raises(CheckpointError, match="must be on storage that all ranks share, and no other job"):
+        save(tmp_path / "a", first)
+    may_publish.set()
+    other.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    verify(tmp_path / "a")
+    load(tmp_path / "a", first)
+    assert_same(first.state_dict(), second.state_dict())
 
 
 @pytest.mark.parametrize("synced", [1, 2])

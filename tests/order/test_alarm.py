@@ -38,11 +38,13 @@ _ROOT = Path(__file__).parents[2]
 
 # Rank 1 does in step 3 what it was told; the process groups would wait for ten minutes.
 _SCRIPT = """
-import datetime, os, sys, threading, time, torch, torch.distributed as dist
+import atexit, datetime, os, sys, threading, time, torch, torch.distributed as dist
 from torch import nn
 import flatshard
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+if sys.argv[1] == "cleanup" and dist.get_rank() == 1:
+    atexit.register(time.sleep, 0.5)
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
 for layer in model:
@@ -63,7 +65,7 @@ for step in range(1, 5):
         if what == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
-        if what == "busy":
+        if what in ("busy", "cleanup"):
             raise ValueError("there is no more data")
     if sys.argv[1] == "busy" and step == 3:
         time.sleep(600)
@@ -109,6 +111,15 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
     told = capsys.readouterr().out
     assert "Rank 1 raised ValueError: there is no more data after reduce_scatter 0" in told
     assert json.loads((tmp_path / "records" / "rank-0.json").read_text())["header"]["rank"] == 0
+
+
+@pytest.mark.limit(120)
+def test_the_rank_that_raises_ends_first(job):
+    """torchrun calls the first rank that ends the root cause, and kills the others."""
+    victim, culprit = job("cleanup", 2)
+    victim.communicate(timeout=300)
+    assert culprit.poll() == 1
+    assert victim.returncode == 1
 
 
 @pytest.mark.full

@@ -219,6 +219,8 @@ finally:
         ("plan llama-8b --devices 8 --memory lots", 2, "--memory 'lots'"),
         ("rehearse --world 0 x.py", 2, "--world 0"),
         ("rehearse --world 2 no.py", 2, "script no.py does not exist"),
+        ("rehearse --world 2 --tokens nan no.py", 2, "--tokens nan: must be more than 0, and finite"),
+        ("report no.json --peak-tflops -1", 2, "--peak-tflops -1: must be more than 0, and finite"),
         ("run no.py", 2, "script no.py does not exist"),
         ("convert nothing there", 2, "nothing does not exist"),
         ("blame nowhere", 2, "nowhere"),

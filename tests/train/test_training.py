@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from flatshard.checkpoint import save
 from flatshard.train.data import batch_rows, load_text
 from flatshard.train.settings import TrainSettings
 from flatshard.train.trainer import Trainer
@@ -109,10 +110,18 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(ranks, tmp_path):
     assert third.keys() == {13}
 
 
+def _saved_alone(rank, world, settings, path):
+    trainer = Trainer(settings, load_text(settings), init_device_mesh("cpu", (world,)))
+    save(path, trainer.model, trainer.optimizer)
+
+
 def test_a_checkpoint_of_another_run_is_refused(ranks, tmp_path):
     ranks(2, _resumed, replace(TINY, steps=1, checkpoint=tmp_path), 1)
     with pytest.raises(RankError, match="was trained with --seed 0, not 7; give the same flags"):
         ranks(2, _resumed, replace(TINY, steps=2, seed=7, checkpoint=tmp_path), 2)
+    ranks(2, _saved_alone, TINY, tmp_path / "alone" / "step-1")
+    with pytest.raises(RankError, match="alone/step-1 does not have the step and the settings of a run"):
+        ranks(2, _resumed, replace(TINY, steps=2, checkpoint=tmp_path / "alone"), 2)
     broken = tmp_path / "step-2"
     broken.mkdir()
     (broken / "manifest.json").write_text("{")
