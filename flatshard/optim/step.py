@@ -122,7 +122,7 @@ def fully_shard_optimizer(
         known = _stepper_of(optimizer)
         local = known.local if isinstance(known, WholeStep) else known
         others = {
-            "whole, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
+            "`whole`, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
             "in_backward": in_backward and local.early is None,
             "offload_state": offload_state not in (None, local.offloads),
         }

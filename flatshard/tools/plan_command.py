@@ -26,7 +26,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", help=f"optimizer: {', '.join(OPTIMIZERS)} (default adamw)")
     add("--main-dtype", default="float32", help="dtype of main weights and state (default float32)")
     add("--param-dtype", default="bfloat16", help="dtype of compute weights (default bfloat16)")
-    add("--reduce-dtype", help="dtype of reduce-scatters (default: --param-dtype)")
+    add("--reduce-dtype", help="dtype of reduce-scatters (default: --param-dtype; with torch 2.15, that of gradients)")
     add("--grad-dtype", help="dtype of reduced gradients (default: --main-dtype)")
     add("--gather-format", choices=("int8", "float8"), help="encoding of all-gathers (docs/formats.md)")
     add(

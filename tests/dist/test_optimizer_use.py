@@ -313,14 +313,14 @@ def test_other_options_in_a_second_call_are_refused():
         assert fully_shard_optimizer(optimizer, **same) is optimizer
     others = {"in_backward": True, "offload_state": True, "whole": True}
     for name, value in others.items():
-        with pytest.raises(ValueError, match=f"called on this AdamW before, with another {name}.*; build a new"):
+        with pytest.raises(ValueError, match=f"called on this AdamW before, with another `?{name}.*; build a new"):
             fully_shard_optimizer(optimizer, **{name: value})
     early = fully_shard_optimizer(adamw(layer.parameters()), in_backward=True)
     assert fully_shard_optimizer(early) is early
     whole = fully_shard_optimizer(adamw(layer.parameters()), whole=True, owners="all")
     assert fully_shard_optimizer(whole, whole=True, owners="all") is whole
     for other in ({}, {"whole": True}):
-        with pytest.raises(ValueError, match="with another whole, or options of it"):
+        with pytest.raises(ValueError, match="with another `whole`, or options of it"):
             fully_shard_optimizer(whole, **other)
 
 

@@ -83,8 +83,8 @@ def _bytes(rank, world):
         return sent(net, "gather"), sent(net, "reduce")
 
     encoded = {"gather_format": "int8", "reduce_format": "int8", "encodes": lambda name, p: p.dim() == 2}
-    plain = run(MixedPrecisionPolicy(param_dtype=BF16))
-    ours = run(MixedPrecisionPolicy(param_dtype=BF16, **encoded))
+    plain = run(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
+    ours = run(MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16, **encoded))
     in_float32 = run(MixedPrecisionPolicy(param_dtype=BF16, reduce_format="bf16_fp32"))
     assert list(ours[0]) == ["all_gather"]
     assert list(ours[1]) == list(in_float32[1]) == ["all_to_all"]

@@ -102,7 +102,7 @@ def test_without_megatron_core(tmp_path):
     (tmp_path / "megatron_fsdp" / "__init__.py").write_text("def fully_shard_model(): pass\nclass Theirs: pass")
     run(
         f"""
-        import importlib, logging, sys
+        import importlib.machinery, logging, sys
         # Megatron-Core is not installed, whatever is.
         sys.path[:] = [place for place in sys.path if not importlib.machinery.PathFinder.find_spec("megatron", [place])]
         import megatron_fsdp

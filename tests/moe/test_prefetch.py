@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import Experts, SchedulePolicy, fully_shard, shard_model
-from flatshard.engine.schedule.root import Root
+from flatshard.engine.schedule.gathers import Gathers
 from tests.moe.cases import Stacked, build, meshes, spread
 from tests.moe.test_training import tokens
 
@@ -34,7 +34,7 @@ def _log(rank, world, how, recompute):
     for step in range(2):
         model(tokens(rank, step)).backward()
     log: list[str] = []
-    gather, exchange = Root.gather, dist.all_to_all_single
+    gather, exchange = Gathers.launch, dist.all_to_all_single
     groups = {id(ep.get_group()): "wait"}
 
     def gathered(self, unit):
@@ -46,11 +46,11 @@ def _log(rank, world, how, recompute):
             log.append(groups[id(group)])
         return exchange(output, *args, group=group, **kwargs)
 
-    Root.gather, dist.all_to_all_single = gathered, exchanged
+    Gathers.launch, dist.all_to_all_single = gathered, exchanged
     loss = model(tokens(rank, 2))
     log.append("backward")
     loss.backward()
-    Root.gather, dist.all_to_all_single = gather, exchange
+    Gathers.launch, dist.all_to_all_single = gather, exchange
     return log
 
 
@@ -88,7 +88,7 @@ def _blocks_elsewhere(rank, world):
         fully_shard(block, mesh=sparse["edp"])
     fully_shard(model, mesh=dense)
     log: list[str] = []
-    gather, forward = Root.gather, model.blocks[0].forward
+    gather, forward = Gathers.launch, model.blocks[0].forward
 
     def gathered(self, unit):
         log.append(unit.name)
@@ -101,9 +101,9 @@ def _blocks_elsewhere(rank, world):
     model.blocks[0].forward = first
     for step in range(2):
         log.clear()
-        Root.gather = gathered
+        Gathers.launch = gathered
         model(tokens(rank, step)).backward()
-        Root.gather = gather
+        Gathers.launch = gather
     return log[: log.index("first")]
 
 

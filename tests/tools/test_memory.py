@@ -206,7 +206,7 @@ def test_traffic_with_formats(case):
 def test_peak_where_a_micro_batch_begins_beside_the_reduces_of_the_last(monkeypatch, tmp_path):
     """Those of a large embedding, whose rows do not divide, and of the first block, beside both gathered again."""
     config = LlamaConfig(128, layers=4, heads=4, kv_heads=2, ffn=352, vocab=2054, max_tokens=4)
-    case = Case((8,), param=BF16, microbatches=2)
+    case = Case((8,), param=BF16, reduce=BF16, microbatches=2)
     assert_peak_and_traffic(case, monkeypatch, tmp_path, config)
 
 

@@ -148,7 +148,7 @@ def test_the_largest_model_is_planned_from_shapes(capsys, tmp_path):
     ],
 )
 def test_what_is_recommended_and_why(model, devices, memory, advice, why):
-    bf16 = {"param_dtype": torch.bfloat16, "main_dtype": torch.float32}
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "main_dtype": torch.float32}
     training = Training(precision=type(Training().precision)(**bf16))
     plan = compare_strategies(load_model(model), Machine(devices, memory, get_network("h100-nvlink")), training)
     assert plan.advice == advice
