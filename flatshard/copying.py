@@ -166,5 +166,6 @@ def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)
+        mine.source.keeps_storage = theirs.source.keeps_storage
         given = theirs.gradients
         mine.gradients.ask(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)

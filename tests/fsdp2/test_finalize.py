@@ -1,6 +1,7 @@
 """Backwards that the user ends: `set_manual_backward_finalization` and `finalize_backward`, of torch 2.15."""
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -84,3 +85,33 @@ def _refusals(rank, world):
 
 def test_finalizing_where_it_cannot_be(ranks):
     ranks(2, _refusals)
+
+
+def _hooked(rank, world, by_hand):
+    model, wanted = sharded_chain(), {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def step(parameter):
+        wanted.setdefault(names[parameter], []).append(parameter.grad.full_tensor().clone())
+        parameter.grad = None
+
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(step)
+    if by_hand:
+        model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        model(mine(rank, world, 0)).sum().backward()
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(True)
+        model(mine(rank, world, 1)).sum().backward()
+        if by_hand:
+            model.finalize_backward()
+    for name, gradient in reference_grads(world, (0, 1)).items():
+        torch.testing.assert_close(wanted[name], [gradient] * 2)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_hooks_of_gradients_after_backwards_that_were_not_waited_for(ranks, by_hand):
+    ranks(2, _hooked, by_hand)

@@ -1,5 +1,7 @@
 """When a unit's parameters are full, and what that costs: unshard, reshard and the setters around them."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,7 @@ def _keeps_storage(rank, world, choices):
     pool = unit_of(model).root.gather_pool
     before = pool.live_bytes
     model.set_keep_unsharded_storage(True)
+    assert all(group.source.keeps_storage for unit in _units(copy.deepcopy(model)) for group in unit.groups)
     known = None
     for number in range(3):
         model(mine(rank, world, number)).sum().backward()

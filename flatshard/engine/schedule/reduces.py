@@ -247,6 +247,9 @@ class Reduces:
         if reduction.asks is not None:
             self._asking.append(reduction.asks)
         if reduction.then is not None:
+            # What its hooks read is there: reading it must not join the others, some of which are concealed.
+            is_left = self in _unjoined
+            _unjoined.discard(self)
             self._ask()
             self.steps.run()  # such hooks may set gradients to None that wait for their step
             for other in self.in_flight:  # of the same group, it may still add to what `then` sees
@@ -267,6 +270,8 @@ class Reduces:
                     other.show()
                 for parameter, grad in arrived:
                     parameter.grad = grad
+                if is_left:
+                    self.leave()
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
         elif reduction.on_final is not None:
