@@ -100,6 +100,36 @@ def test_the_dtype_of_gradients_is_that_of_the_policy(ranks):
     ranks(1, _set_by_user)
 
 
+def _beside_fsdp2(rank, world, override):
+    """Losses and a weight, by PyTorch's function and by ours, with one object of PyTorch's policy."""
+    more = {"param_dtype_override_fn": _of_own_dtype} if override else {}
+    policy, found = torch_fsdp.MixedPrecisionPolicy(param_dtype=HALF, **more), []
+    for shard in (torch_fsdp.fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 6, bias=False))
+        for module in (*model, model):
+            shard(module, mp_policy=policy)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for number in range(4):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+            loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((torch.stack(losses), model[0].weight.full_tensor()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "override", [False, pytest.param(True, marks=pytest.mark.skipif(not NEW, reason="torch 2.15"))]
+)
+def test_policies_of_torch_give_the_losses_of_fsdp2(ranks, override):
+    for (losses, weight), (ours, our_weight) in ranks(2, _beside_fsdp2, override):
+        assert torch.equal(losses, ours)
+        assert torch.equal(weight, our_weight)
+
+
 def _default(rank, world):
     model = fully_shard(nn.Linear(8, 8), mp_policy=MixedPrecisionPolicy(HALF))
     model(torch.ones(2, 8)).sum().backward()
