@@ -32,7 +32,7 @@ def _train(case):
 def test_one_launch_has_the_values_of_many(case):
     with rehearse(4, "free"):
         found, names = _train(case)
-        with mock.patch("flatshard.engine.schedule.root.CoalescedGather", return_value=nullcontext()):
+        with mock.patch("flatshard.engine.schedule.gathers.CoalescedGather", return_value=nullcontext()):
             wanted, apart = _train(case)
     assert len(names) == 3 * 4 * (1 if case == "kept" else 2)
     assert len(apart) == 3 * len(names)

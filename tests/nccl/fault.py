@@ -15,6 +15,7 @@ from torch import nn
 import flatshard
 from flatshard.experimental import WirePolicy
 
+STARTUP = 120  # seconds for ranks to meet
 TIMEOUT = 20  # seconds, of the process groups
 PAUSE = float(os.environ.get("PAUSE", "45"))  # seconds for which a rank is stopped, in a job that waits longer
 
@@ -36,8 +37,10 @@ class Net(nn.Module):
 def main(what: str) -> None:
     torch.cuda.set_device(0)
     limit = 10 * TIMEOUT if what in ("pause", "first ends", "finally") else TIMEOUT
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=limit))
-    rank = dist.get_rank()
+    # Ranks of all jobs start at once: they may need longer to meet than a collective may take.
+    store, rank, world = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=STARTUP)))
+    store.set_timeout(datetime.timedelta(seconds=limit))
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=limit))
     torch.manual_seed(0)
     model = Net().cuda()
     if what == "other model" and rank == 1:
