@@ -105,9 +105,11 @@ class Rows:
         among = lane.group(group.mesh, self._axis)
         table, dtype = group.main.local_view(0), group.codec.dtype
         mine = tokens.reshape(-1).clone()  # the caller may use the memory for the next batch
-        ask, seats, asked, served = self._sorted(mine, even, lane, among, name)
+        ask, place, order, asked, served = self._sorted(mine, even, lane, among, name)
         wanted = ask.new_empty(sum(served))
-        lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name).wait()
+        requested = lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name)
+        seats = torch.empty_like(place).scatter_(0, order, place)  # while the requests travel
+        requested.wait()
         width = table.shape[1]
         if len(wanted) < len(table):
             sent = table.index_select(0, wanted).to(dtype)
@@ -122,9 +124,11 @@ class Rows:
 
     def _sorted(
         self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-        """The requested rows (by their numbers on the ranks that hold them), the seats, and the counts per rank."""
-        # No scatter is among these operations: every one of them gives the same bits each time, and none waits.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
+        """The requested rows (by their numbers on the ranks that hold them), the seats of sorted tokens, where these
+        tokens were before, and the counts per rank.
+        """
+        # Every one of these operations gives the same bits each time, and none waits.
         first, stop = self._on(tokens.device)
         ids, order = tokens.long().sort()
         holder = torch.bucketize(ids, stop, right=True).clamp_(max=len(self._first) - 1)
@@ -152,7 +156,7 @@ class Rows:
             asked, served = self._counted(ids, counts, lane, among, name)
             place = number - 1
             ask = here[torch.searchsorted(number, torch.arange(1, sum(asked) + 1, device=ids.device))]
-        return ask, place[order.argsort()], asked, served
+        return ask, place, order, asked, served
 
     def _counted(
         self, ids: torch.Tensor, counts: torch.Tensor, lane: Lane, among: ProcessGroup, name: str

@@ -169,10 +169,16 @@ class Gathers:
                 unit.release()
 
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor:
-        """The rows of ``tokens`` in a unit that is an embedding by rows."""
+        """The rows of ``tokens`` in a unit that is an embedding by rows.
+
+        All-gathers that are launched later do not share the network with it: they are needed later.
+        """
         assert unit.rows is not None
         announce = functools.partial(self._announcer.announce, unit=unit) if self._program.announces else None
-        return unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
+        found = unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
+        with self.lane.following():
+            pass
+        return found
 
 
 def _experts(units: Sequence[Unit]) -> Iterator[int]:
