@@ -216,7 +216,7 @@ class ParamGroup:
         known, now = self._renewed, self.state
         is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
         copied = self.source.host_copy
-        if is_only and copied is not None and copied.buffer is not None:
+        if copied is not None and copied.note_step() and is_only:
             self._refreshed = now
 
     def hold(self, pool: Pool, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,10 +14,22 @@ from flatshard._sizes import format_bytes
 from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
-# Works on gradients and weights in host memory while the device goes on, on one after the other.
-_worker = ThreadPoolExecutor(1, "flatshard-host")
 _PIECE = 1 << 24  # elements that are cast at a time: the device needs room for no more
 _GLANCE = 2e-4  # seconds between two looks at the bus
+
+
+def _leave_cores() -> None:
+    """Let operations of this thread use fewer cores than those of others."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(max(1, count - max(1, count // 8)))
+    others = threading.Thread(target=torch.set_num_threads, args=(count,))  # threads that start later take the last
+    others.start()
+    others.join()
+
+
+# Works on gradients and weights in host memory while the device goes on, on one after the other. It leaves cores to the
+# threads that launch, which would wait for their time slice.
+_worker = ThreadPoolExecutor(1, "flatshard-host", _leave_cores)
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class HostCopy:
     """Sends main from host memory. In another dtype, a host thread casts it once per step, and every pass sends that.
 
     The cast may be slower than the bus. If ``may_send_main``, a gather waits for it only while the bus is busy;
-    otherwise it sends main, and the device casts.
+    otherwise it sends main, and the device casts. So it does with weights that are sent once per step.
     """
 
     def __init__(self, home: Home, main: DBuffer, dtype: torch.dtype) -> None:
@@ -123,10 +136,24 @@ class HostCopy:
         self._sent = DONE  # the last copy of the buffer to the device
         self._cast: Future[None] | None = None
         self._is_postponed = False  # a gather has not waited for the cast: those of others come first
+        self._sends = 0  # since main may have changed
+        self._is_sent_once = False  # so it was the last time
 
     def mark_stale(self) -> None:
         """Main may have changed."""
+        if self._sends:
+            self._is_sent_once, self._sends = self._sends == 1, 0
         self._is_stale = True
+
+    def note_step(self) -> bool:
+        """A step has written the cast wherever it has changed main. Whether all of it is up to date now."""
+        self._is_sent_once, self._sends = False, 0
+        return self.buffer is not None and not self._is_stale
+
+    @property
+    def needs_cast(self) -> bool:
+        """Whether the next gather may wait for a cast."""
+        return not (self.may_send_main and self._is_sent_once and not self._sends)
 
     def prepare(self) -> None:
         """Start the cast, unless it is up to date."""
@@ -148,9 +175,12 @@ class HostCopy:
 
     def send(self, targets: Sequence[torch.Tensor], pool: Pool) -> None:
         """Copy the weights to the device, inside the lane."""
-        self.prepare()
-        source = self.main if self.buffer is None else self.buffer
-        if self.may_send_main and self._cast is not None:
+        source = self.main
+        if self.needs_cast:
+            self.prepare()
+            source = self.buffer or self.main
+        self._sends += 1
+        if source is self.buffer and self.may_send_main and self._cast is not None:
             while not self._cast.done() and not pool.sent.has_ended():
                 wait([self._cast], _GLANCE)
             if not self._cast.done():
@@ -181,19 +211,25 @@ class HostCopy:
 def prepare_in_turns(copies: Sequence[HostCopy], may_send_main: bool) -> None:
     """Start the casts for a forward that sends ``copies`` in this order.
 
-    If gathers may send main instead, half of the weights, the first ones among them, come last: so the host is ahead of
-    the bus with the casts of the others. What is not pinned is slow to send, and always cast.
+    If gathers may send main instead, some of the weights, the first ones among them, come last: so the host is ahead of
+    the bus with the casts of the others, as far as it casts as fast as the bus sends main, and the bus sends a cast in
+    half of that time. What is not pinned is slow to send, and always cast.
     """
     may_send_main = may_send_main and all(copy.main.local.is_pinned() for copy in copies)
     first: list[HostCopy] = []
     last: list[HostCopy] = []
-    ahead = 0 if may_send_main else math.inf
+    cast, sent = 0.0, 0.0 if may_send_main else math.inf  # elements, by the time that the bus is free again
     for copy in copies:
         copy.may_send_main = may_send_main
         numel = copy.main.local.numel()
-        is_first = numel <= ahead
-        (first if is_first else last).append(copy)
-        ahead += -numel if is_first else numel
+        if not copy.needs_cast:
+            sent += numel
+        elif cast + numel <= sent:
+            first.append(copy)
+            cast, sent = cast + numel, sent + numel / 2
+        else:
+            last.append(copy)
+            sent += numel
     for copy in (*first, *last):
         copy.prepare()
 
