@@ -18,7 +18,6 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 active: Recording | None = None  # the current recording, if any
-launches: Recording | None = None  # the same if it records launches too, which costs two events per launch
 
 # Seconds of `perf_counter`, or a CUDA event, or None in a capture.
 Moment = Any
@@ -55,7 +54,8 @@ class Launch:
 class Recording:
     """The waits, launches and step ends of the code in `recording`. A step ends with the first optimizer's step."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_waits: bool = True) -> None:
+        self.only_waits = only_waits  # a launch would cost two events
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
@@ -88,7 +88,7 @@ class Recording:
         begin = self.now(device)
         yield
         end, memory = self.now(device), {}
-        if launches is self:
+        if not self.only_waits:
             groups = [group for each in root.units for group in each.groups]
             memory = {"gathered": root.gather_pool.live_bytes, "staging": root.reduce_pool.live_bytes}
             memory["gradients"] = sum(group.gradients.main_grads.live_bytes for group in groups)
@@ -231,12 +231,11 @@ def _described(root: Any) -> list[dict[str, Any]]:
 @contextmanager
 def recording(only_waits: bool = False) -> Iterator[Recording]:
     """Record the body."""
-    global active, launches
-    before, active = (active, launches), Recording()
-    launches = None if only_waits else active
+    global active
+    before, active = active, Recording(only_waits)
     hook = register_optimizer_step_post_hook(active._stepped)
     try:
         yield active
     finally:
         hook.remove()
-        active, launches = (None, None) if before[0] is not None and before[0].is_over else before
+        active = None if before is not None and before.is_over else before

@@ -55,8 +55,9 @@ class _Inside:
         try:
             for ticket in after:
                 ticket.wait()
-            if _recording.launches is not None:
-                self.began = _recording.launches.now(_CPU if self._stream is None else self._stream.device)
+            recording = _recording.active
+            if recording is not None and not recording.only_waits:
+                self.began = recording.now(_CPU if self._stream is None else self._stream.device)
         except BaseException:
             self.__exit__()
             raise
@@ -312,9 +313,9 @@ class Lane:
             ticket = self.mark()
         self.launched += 1
         ticket.number, ticket.kind, ticket.name, ticket.numbytes = self.launched, kind, name, numbytes
-        if _recording.launches is not None:
-            began = self.inside.began
-            _recording.launches.launched(self.name, kind, name, numbytes, began, works, self.device)
+        recording = _recording.active
+        if recording is not None and not recording.only_waits:
+            recording.launched(self.name, kind, name, numbytes, self.inside.began, works, self.device)
         record.append(self._group_record(group), _KINDS[kind], name, numbytes, ticket)
         if alarm.verdict.is_failure and self.stream is not None:  # on the CPU, the wait for it raises
             raise alarm.verdict.error(f"{kind} {name or '(unnamed)'}, launched just now (step {record.step})")

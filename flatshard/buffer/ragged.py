@@ -8,6 +8,7 @@ would assume torch.chunk's rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,12 @@ class Cut:
     def held(self) -> Holding:
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
-        return holding(self.layout.num_shards, self.mesh.shape, coordinate, self.sharded)
+        return self.held_at(coordinate)
+
+    def held_at(self, place: Sequence[int]) -> Holding:
+        """The pieces of the rank at a place in the mesh. Axes that do not shard the tensor may be anywhere."""
+        sizes, at = (list(itertools.compress(each, self.sharded)) for each in (self.mesh.shape, place))
+        return holding(self.layout.num_shards, sizes, at, [True] * len(sizes))
 
     @property
     def dim(self) -> int:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from flatshard import _torch
 from flatshard.buffer import Lane
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.ragged import Cut, RaggedDTensor
-from flatshard.layout import Holding, Layout, Segment, Slot, holding
+from flatshard.layout import Layout, Segment, Slot, holding
 from flatshard.optim.assignment import Box, Holders
 from flatshard.optim.clip import cut_axes, gathered_rows
 from flatshard.optim.flat_params import State
@@ -87,7 +87,7 @@ def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
         mesh = tuple(parameter.device_mesh.shape)
         return Box(*_torch.box_at(shape, mesh, place, tuple(parameter.placements)))
     cut = parameter._cut
-    first, count = cut.rows(holding(cut.layout.num_shards, cut.mesh.shape, place, cut.sharded))
+    first, count = cut.rows(cut.held_at(place))
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[cut.dim], sizes[cut.dim] = first, count
     return Box(tuple(offsets), tuple(sizes))
@@ -96,38 +96,22 @@ def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
 # State
 
 
-class OwnedCut(Cut):
-    """The cut of a tensor that one of the ranks along the sharded axes holds. These may be any axes of the mesh."""
-
-    @property
-    def held(self) -> Holding:
-        place = self.mesh.get_coordinate()
-        assert place is not None
-        return Holding(_number(self.mesh, self.sharded, place), 1)
-
-
-def _number(mesh: DeviceMesh, sharded: Iterable[bool], place: Iterable[int]) -> int:
-    """The number of a rank among those along the sharded axes; the last axis counts most."""
-    number = 0
-    for size, cut, at in reversed(list(zip(mesh.shape, sharded, place))):
-        number = number * size + at if cut else number
-    return number
-
-
 def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
     """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor if every rank has its own."""
     if owner_group.size == 1:
         return local
-    mesh = owner_group.mesh
+    mesh, axes, place = owner_group.mesh, owner_group.axes, owner_group.places[owner]
     assert mesh is not None
-    sharded = tuple(axis in owner_group.axes for axis in range(mesh.ndim))
+    sharded = tuple(axis in axes for axis in range(mesh.ndim))
     numel = math.prod(shape)
-    slot = Slot(0, _number(mesh, sharded, owner_group.places[owner]) * numel, tuple(shape), numel // shape[0])
+    sizes, at = [mesh.size(axis) for axis in axes], [place[axis] for axis in axes]
+    number = holding(owner_group.size, sizes, at, [True] * len(axes)).first
+    slot = Slot(0, number * numel, tuple(shape), numel // shape[0])
     layout = Layout((slot,), (Segment(numel),), owner_group.size)
     like = torch.empty(shape, device="meta")
     placements = [Shard(0) if cut else Replicate() for cut in sharded]
     made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
-    return RaggedDTensor.make(local, made, OwnedCut(layout, 0, mesh, sharded))
+    return RaggedDTensor.make(local, made, Cut(layout, 0, mesh, sharded))
 
 
 @dataclass(frozen=True)

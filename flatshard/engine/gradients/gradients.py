@@ -350,16 +350,10 @@ class Gradients:
                 then.append(functools.partial(reduction.note_uses, noted))
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
+            hooked = functools.partial(self._used_of, used, asked, noted)
             if changed:
-                then.append(
-                    functools.partial(
-                        change_gradients,
-                        self.params,
-                        functools.partial(self._used_of, changed, used, asked, noted),
-                        target,
-                        factor,
-                    )
-                )
+                of_these = functools.partial(hooked, changed)
+                then.append(functools.partial(change_gradients, self.params, of_these, target, factor))
                 factor = 1.0
             if not self.home.host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
@@ -376,8 +370,7 @@ class Gradients:
         reduction.shown = [index for index in used if index not in had_grad] if had_grad else used
         self.main_grads.show(reduction.shown)
         if finished:
-            mine = functools.partial(self._used_of, finished, used, asked, noted)
-            reduction.then = functools.partial(self._finish, mine)
+            reduction.then = functools.partial(self._finish, functools.partial(hooked, finished))
         if noted is not None:
             self.main_grads.open.update(asked)
             answer = functools.partial(self._uses.answer, noted, asked)
@@ -406,7 +399,7 @@ class Gradients:
         ]
 
     def _used_of(
-        self, hooked: Sequence[int], used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None
+        self, used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None, hooked: Sequence[int]
     ) -> list[int]:
         """Of params with hooks, those that any rank has used."""
         known = set(used)

@@ -62,16 +62,11 @@ class Agreement:
         """None if all ranks have the same texts. Otherwise the first difference, and which ranks differ."""
         if not self.differs(digest(said), about):
             return None
-        same, longest = 0, max(self._lane.most(self._meshes, [len(said)], about))
-        while same < longest:  # so many are known to be alike, and one of those up to `longest` is not
-            middle = (same + longest) // 2
-            if self.differs(digest(said[: middle + 1]) if middle < len(said) else -1 - len(said), about):
-                longest = middle
-            else:
-                same = middle + 1
-        mine = said[same] if same < len(said) else "nothing more"
-        first, other = self.odd_one(digest(mine), about)
-        words = [self._words(mine if dist.get_rank() == rank else None, about) for rank in (first, other)]
+        mine = [*said, *["nothing more"] * (self._most(len(said), about) - len(said))]
+        digests = [digest(line) for line in mine]
+        at = self.different_values([Held(each, has_part=True, is_changed=False) for each in digests], about)[0]
+        first, other = self.odd_one(digests[at], about)
+        words = [self._words(mine[at] if dist.get_rank() == rank else None, about) for rank in (first, other)]
         return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
 
     def different_values(self, held: Sequence[Held], about: str) -> list[int]:

@@ -19,14 +19,12 @@ class EarlySteps:
     def __init__(self) -> None:
         self.running: list[Ticket] = []  # the ends of steps that have been launched
         self.waiting: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()  # complete gradients, with their bytes
-        self._bytes = 0  # of all that wait
 
     def add(self, reduction: Reduction, most: int) -> None:
         """A reduce is over, and its gradients are complete. All that wait may take ``most`` bytes."""
         assert reduction.on_final is not None
         numbytes = reduction.of.main_grads.live_bytes
         self.waiting.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
-        self._bytes += numbytes
         self.run(-1 if reduction.of.is_streamed else most)
 
     def add_on_host(self, reduction: Reduction) -> None:
@@ -41,9 +39,10 @@ class EarlySteps:
     def run(self, most: int = -1) -> None:
         """Call optimizers for what waits, the first one first, until that takes at most ``most`` bytes."""
         taken: dict[OnFinal, list[Gradients]] = {}  # one call of an optimizer for all of its groups
-        while self.waiting and self._bytes > most:
+        left = sum(numbytes for _, numbytes, *_ in self.waiting)
+        while self.waiting and left > most:
             gradients, numbytes, ticket, on_final = self.waiting.popleft()
-            self._bytes -= numbytes
+            left -= numbytes
             ticket.wait()  # the backward may have been on another stream when it landed
             taken.setdefault(on_final, []).append(gradients)
         stepped = [on_final(complete, None) for on_final, complete in taken.items()]
@@ -64,4 +63,3 @@ class EarlySteps:
     def drop(self) -> None:
         """Leave what waits to the optimizers."""
         self.waiting.clear()
-        self._bytes = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -247,35 +248,43 @@ class Reduces:
         if reduction.asks is not None:
             self._asking.append(reduction.asks)
         if reduction.then is not None:
-            # What its hooks read is there: reading it must not join the others, some of which are concealed.
-            is_left = self in _unjoined
-            _unjoined.discard(self)
-            self._ask()
-            self.steps.run()  # such hooks may set gradients to None that wait for their step
-            for other in self.in_flight:  # of the same group, it may still add to what `then` sees
-                other.ticket.wait()
-            # Hooks that set all gradients to None mean those that exist, not those on their way.
-            others = [other for other in self.in_flight if other.writes is not reduction.writes]
-            groups = [group for _, of in self._groups if (group := of()) is not None]
-            full = [param.full for group in groups for param in group.params]
-            arrived = [(each, each.grad) for each in full if each is not None and each.grad is not None]
-            for other in others:
-                other.conceal()
-            for parameter, _ in arrived:
-                parameter.grad = None
-            try:
+            with self._without_later_gradients(reduction):
                 reduction.then()
-            finally:
-                for other in others:
-                    other.show()
-                for parameter, grad in arrived:
-                    parameter.grad = grad
-                if is_left:
-                    self.leave()
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
         elif reduction.on_final is not None:
             self.steps.add(reduction, self._largest_reduce())
+
+    @contextmanager
+    def _without_later_gradients(self, reduction: Reduction) -> Iterator[None]:
+        """Within it, hooks of parameters find the gradients that there are in one process when they are called.
+
+        So a hook that sets the gradients of the whole model to None, as `zero_grad` does, takes none that it does not
+        see: those of later reduces, and those that have not been reduced.
+        """
+        is_left = self in _unjoined
+        _unjoined.discard(self)  # what is seen is complete; a join would bring gradients that are concealed
+        self._ask()
+        self.steps.run()  # the hooks may take gradients that wait for their step
+        for other in self.in_flight:  # of the same group, it may still add to what they see
+            other.ticket.wait()
+        later = [other for other in self.in_flight if other.writes is not reduction.writes]
+        groups = [group for _, of in self._groups if (group := of()) is not None and group.is_full]
+        full = [param.full for group in groups for param in group.params]  # all that modules hold
+        arrived = [(each, each.grad) for each in full if each is not None and each.grad is not None]
+        for other in later:
+            other.conceal()
+        for parameter, _ in arrived:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for other in later:
+                other.show()
+            for parameter, grad in arrived:
+                parameter.grad = grad
+            if is_left:
+                self.leave()
 
     def _largest_reduce(self) -> int:
         """In bytes. It is sought once per backward."""
