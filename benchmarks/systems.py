@@ -258,6 +258,40 @@ def by_torchao(setup: Setup, ours: bool) -> Step:
     return trainer(setup, model, after)
 
 
+def deepspeed(setup: Setup) -> Step:
+    """DeepSpeed's ZeRO-3; the package deepspeed (0.19) must be on the path. One micro-batch per step.
+
+    The optimizer is torch's, as in all systems: DeepSpeed's own for CPUs would be compiled first.
+    """
+    import deepspeed
+
+    if not dist.is_initialized():
+        dist.init_process_group()
+    model = on_meta(setup).to_empty(device="cpu" if setup.offload else setup.device)
+    for name, buffer in model.named_buffers(recurse=False):
+        setattr(model, name, buffer.to(setup.device))
+    model.init_weights()
+    on_host = {"device": "cpu", "pin_memory": setup.device != "cpu"}
+    places = {"offload_param": on_host, "offload_optimizer": on_host} if setup.offload else {}
+    config = {
+        "train_micro_batch_size_per_gpu": setup.batch,
+        "bf16": {"enabled": setup.dtype is torch.bfloat16},
+        "zero_optimization": {"stage": 3, **places},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = adamw(list(model.parameters()))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    accumulate = accumulation(setup, engine)
+
+    def step() -> Tensor:
+        loss = accumulate()
+        engine.step()
+        return loss
+
+    return step
+
+
 def hybrid_mesh(setup: Setup, *further: str) -> DeviceMesh:
     """Nodes of up to eight ranks: axes ``outer`` and ``fsdp``, and ``further`` ones of one rank each."""
     inside = min(8, setup.world)
@@ -330,6 +364,7 @@ BASES: dict[str, Callable[..., Step]] = {
     "fsdp2-torchao": functools.partial(by_torchao, ours=False),
     "simple-fsdp": simple_fsdp,
     "megatron-fsdp": megatron,
+    "deepspeed": deepspeed,
     "flatshard": flat,
     "flatshard-megatron": flat_megatron,
     "flatshard-torchao": functools.partial(by_torchao, ours=True),
