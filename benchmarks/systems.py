@@ -52,6 +52,7 @@ class Setup:
 
     ``compiled``: the blocks go through torch.compile, before they are sharded. ``offload``: main weights, gradients and
     optimizer state of sharded systems are in host memory, and the optimizer steps there, unless in the backward.
+    ``device_grad_bytes``: as of flatshard's `CPUOffloadPolicy`.
     """
 
     model: LlamaConfig
@@ -63,6 +64,7 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = False
     offload: bool = False
+    device_grad_bytes: int = 0
 
     @property
     def ep(self) -> int:
@@ -113,12 +115,13 @@ def ddp(setup: Setup) -> Step:
     return trainer(setup, nn.parallel.DistributedDataParallel(model))
 
 
-def fsdp2(setup: Setup, optimizer: str = "fused", **units: Any) -> Step:
-    """PyTorch FSDP2. ``optimizer``: one of `OPTIMIZERS`."""
+def fsdp2(setup: Setup, optimizer: str = "fused", clipped: bool = False, **units: Any) -> Step:
+    """PyTorch FSDP2. ``optimizer``: one of `OPTIMIZERS`. ``clipped``: gradients are clipped to a norm of 1."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype)
-    return trainer(setup, sharded_model(setup, fully_shard, policy, **units), make=OPTIMIZERS[optimizer])
+    clip = nn.utils.clip_grad_norm_ if clipped else None
+    return trainer(setup, sharded_model(setup, fully_shard, policy, **units), make=OPTIMIZERS[optimizer], clip=clip)
 
 
 def fsdp2_captured(setup: Setup, **units: Any) -> Step:
@@ -198,6 +201,8 @@ def flat(
     hybrid: str | None = None,
     in_backward: bool = False,
     offload_state: bool = False,
+    device_grads: bool = False,
+    clipped: bool = False,
     optimizer: str = "fused",
     **schedule: Any,
 ) -> Step:
@@ -206,11 +211,13 @@ def flat(
     ``formats``: of what travels, one of `FORMATS`. ``rows``: of the embedding, only those travel that are read.
     ``ahead``: bytes of weights that are gathered at most, more than the next unit. ``hybrid``: the strategy along the
     axis of nodes, as of `hybrid_mesh`. ``in_backward``, ``offload_state``: as of `fully_shard_optimizer`.
-    The latter leaves weights on the device. ``optimizer``: one of `OPTIMIZERS`.
+    The latter leaves weights on the device. ``device_grads``: those of offloaded weights stay there until the step.
+    ``clipped``: gradients are clipped to a norm of 1. ``optimizer``: one of `OPTIMIZERS`.
     ``schedule``: more of `SchedulePolicy`. Others: as of `shard_units`.
     It is told which micro-batch runs, and keeps blocks gathered from one to the next in memory that is free then.
     """
-    setup = replace(setup, offload=setup.offload and not offload_state)
+    offload, grads = setup.offload and not offload_state, 1 << 40 if device_grads else 0
+    setup = replace(setup, offload=offload, device_grad_bytes=grads)
     chosen = {} if formats is None else FORMATS[formats]
     policy = flatshard.MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=setup.dtype, **chosen)
     told = flatshard.SchedulePolicy(
@@ -224,14 +231,14 @@ def flat(
         dispatch_nothing()
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
     wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward, offload_state=offload_state)
-    make = OPTIMIZERS[optimizer]
+    make, clip = OPTIMIZERS[optimizer], flatshard.clip_grad_norm_ if clipped else None
     if setup.microbatches == 1:
-        return trainer(setup, model, wrap, make=make)
+        return trainer(setup, model, wrap, make=make, clip=clip)
 
     def around(number: int) -> AbstractContextManager[None]:
         return flatshard.microbatch(model, is_first=number == 0, is_last=number == setup.microbatches - 1)
 
-    return trainer(setup, model, wrap, around, make)
+    return trainer(setup, model, wrap, around, make, clip)
 
 
 def by_torchao(setup: Setup, ours: bool) -> Step:
@@ -380,6 +387,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hfsdp": {"hybrid": "optim"},
     "in-backward": {"in_backward": True},
     "offload-state": {"in_backward": True, "offload_state": True},
+    "device-grads": {"device_grads": True},
+    "clipped": {"clipped": True},
     "8bit": {"optimizer": "8bit"},
     "unfused": {"optimizer": "unfused"},
     # one knob of `SchedulePolicy` each (docs/decisions/032-knobs.md)
@@ -422,8 +431,10 @@ def on_meta(setup: Setup) -> Llama:
 
 def sharded_model(setup: Setup, fully_shard: Callable[..., object], policy: object, **units: Any) -> Llama:
     if setup.offload:
-        kind = flatshard.CPUOffloadPolicy if is_ours(fully_shard) else torch.distributed.fsdp.CPUOffloadPolicy
-        fully_shard = functools.partial(fully_shard, offload_policy=kind())
+        host = torch.distributed.fsdp.CPUOffloadPolicy()
+        if is_ours(fully_shard):
+            host = flatshard.CPUOffloadPolicy(device_grad_bytes=setup.device_grad_bytes)
+        fully_shard = functools.partial(fully_shard, offload_policy=host)
     return initialised(setup, on_meta(setup), fully_shard, policy, **units)
 
 
@@ -512,14 +523,18 @@ def trainer(
     wrap: Wrap | None = None,
     around: Around | None = None,
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    clip: Callable[..., object] | None = None,
 ) -> Step:
-    optimizer = (make or adamw)(list(model.parameters()))
+    parameters = list(model.parameters())
+    optimizer = (make or adamw)(parameters)
     if wrap is not None:
         optimizer = wrap(optimizer)
     accumulate = accumulation(setup, model, around)
 
     def step() -> Tensor:
         loss = accumulate()
+        if clip is not None:
+            clip(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -11,6 +11,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -174,8 +175,9 @@ class FSDPModule(TorchFSDPModule):
         unreduced gradients stay, and the next forward frees the memory.
         """
         assert isinstance(self, nn.Module)
-        join_reduces()
-        nn.Module.zero_grad(self, set_to_none)
+        join_reduces(bring=not set_to_none)
+        with _torch.PlainAttributes() if set_to_none else nullcontext():
+            nn.Module.zero_grad(self, set_to_none)
         for group in _groups(self, True):
             group.gradients.drop_partial()
             group.gradients.main_grads.clear_decoupled(set_to_none)

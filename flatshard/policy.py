@@ -147,15 +147,21 @@ class CPUOffloadPolicy(OffloadPolicy):
     complete when the backward returns. ``pin_memory``: use page-locked memory, so that copies overlap compute.
     ``pin_limit``: bytes that this process pins at most; the host waits for copies of what is not pinned. The policy has
     no effect on a mesh of CPUs.
+
+    ``device_grad_bytes``: bytes of reduced gradients that may stay on the device until they are zeroed, instead of
+    being copied. `clip_grad_norm_` and `fully_shard_optimizer` use them there, and the optimizer then steps on the
+    device, also a fused one. Reading a ``.grad`` copies all of them.
     """
 
     pin_memory: bool = True
     pin_limit: int | None = None
+    device_grad_bytes: int = 0
 
     def __post_init__(self) -> None:
         _arguments.flag("pin_memory", self.pin_memory)
         if self.pin_limit is not None:
             _arguments.whole_number("pin_limit", self.pin_limit, 0)
+        _arguments.whole_number("device_grad_bytes", self.device_grad_bytes, 0)
 
 
 @dataclass(frozen=True)

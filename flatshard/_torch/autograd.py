@@ -53,8 +53,10 @@ def grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
-def on_grad_read(action: Callable[[], None] | None) -> None:
+def on_grad_read(action: Callable[[bool], None] | None) -> None:
     """Call ``action`` before the ``.grad`` of a DTensor is read or set outside of `PlainAttributes`; None removes it.
+
+    Its argument says whether values are used, which they are not if a gradient is set to None.
 
     Set only while there is something to do: the property in Python that replaces the one of C++ slows every read.
     """
@@ -65,12 +67,12 @@ def on_grad_read(action: Callable[[], None] | None) -> None:
 
     def read(parameter: torch.Tensor) -> torch.Tensor | None:
         if torch._C._is_torch_function_enabled():
-            action()
+            action(True)
         return grad_of(parameter)
 
     def write(parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
         if torch._C._is_torch_function_enabled():
-            action()
+            action(grad is not None)
         _GRAD.__set__(parameter, grad)
 
     DTensor.grad = property(read, write, _GRAD.__delete__)  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from flatshard import _arguments, _torch
 from flatshard.buffer import DBuffer, Lane
 from flatshard.buffer.groups import group_among, joint_group
-from flatshard.engine.gradients.main_grads import DECOUPLED, MAIN_GRAD
+from flatshard.engine.gradients.main_grads import DECOUPLED, MAIN_GRAD, MainGrads, Reduced
 from flatshard.engine.groups.registry import group_of, sharded_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.flat_params import cut_as
@@ -28,8 +28,8 @@ from flatshard.optim.local_step import stepped_for
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
-# A local gradient: what the norm is computed of, and what is scaled.
-_Gradient = tuple[torch.Tensor, torch.Tensor]
+# A local gradient: what the norm is computed of, and what is scaled. None: a `Reduced`, which is told the factor.
+_Gradient = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @torch.no_grad()
@@ -63,8 +63,8 @@ def clip_grad_norm_(
             "clip_grad_norm_ cannot be used with fully_shard_optimizer(..., in_backward=True): the backward has "
             "already stepped these parameters and freed their gradients; leave one of the two out"
         )
-    join_reduces()
-    places = _gradients(listed)
+    join_reduces(bring=False)
+    places, on_device = _gradients(listed)
     if not places and stages is None:
         return torch.tensor(0.0)
     total = _total_norm(places, norm_type, any(parameter.dtype == torch.float64 for parameter in listed), stages)
@@ -75,8 +75,11 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for found in places.values():
-        for device in {held.device for _, held in found}:
-            torch._foreach_mul_([held for _, held in found if held.device == device], factor.to(device))
+        for device in {held.device for _, held in found if held is not None}:
+            scaled = [held for _, held in found if held is not None and held.device == device]
+            torch._foreach_mul_(scaled, factor.to(device))
+    for reduced in on_device:
+        reduced.scale = factor
     return total
 
 
@@ -100,7 +103,8 @@ def _grad_name(parameter: torch.Tensor) -> str:
 
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    found: torch.Tensor | None = getattr(parameter, _grad_name(parameter))
+    name = _grad_name(parameter)
+    found: torch.Tensor | None = _torch.grad_of(parameter) if name == "grad" else getattr(parameter, name)
     return found
 
 
@@ -111,11 +115,14 @@ def _norm_type(given: Any) -> float:
     return found
 
 
-def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradient]]:
+def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_Gradient]], list[Reduced]]:
     """The local gradients by place; a buffer itself in the place of its parts, where all of them are there.
 
     Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
+    Gradients in host memory that have stayed on the device are listed as they are there, and returned too.
     """
+    on_device: list[Reduced] = []
+    holders: dict[int, MainGrads] = {}  # by their buffer
     places: dict[_Where, list[_Gradient]] = {}
     buffers: dict[Any, tuple[DBuffer, list[_Gradient], list[torch.Tensor]]] = {}
     for parameter in parameters:
@@ -131,14 +138,25 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> dict[_Where, list[_Gradien
         here = places.setdefault(_where(parameter), [])
         if buffer is not None and grad is not None:
             buffers[key] = (buffer, here, [grad])
+            group = group_of(parameter)
+            if group is not None and group.gradients.main_grads.buffer is buffer:
+                holders[id(buffer)] = group.gradients.main_grads
         elif grad is not None:
             here.append((_torch.held_of(cut_as(parameter, grad)), _torch.held_of(grad)))
     for buffer, here, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
+        main_grads = holders.get(id(buffer))
+        reduced = None if main_grads is None else main_grads.on_device
+        if reduced is not None and all_there and reduced.scale is None:
+            here.append((reduced.buffer.local, None))
+            on_device.append(reduced)
+            continue
+        if main_grads is not None:
+            main_grads.bring()
         tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
         here += zip(tensors, tensors)
-    return places
+    return places, on_device
 
 
 def _where(tensor: torch.Tensor) -> _Where:

@@ -80,7 +80,7 @@ class FlatParam:
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
             return False
         if self._extent is None:
-            first = self.parameters[0].grad
+            first = _torch.grad_of(self.parameters[0])
             if first is None or (self._flat and buffer_of(first, self.main, self._indices[0]) is not None):
                 return False
             gradient = _torch.local_of(first)
@@ -102,7 +102,7 @@ class FlatParam:
                         break
                 else:
                     return main_grads.buffer
-        found = {buffer_of(p.grad, self.main, index) for index, p in zip(self._indices, self.parameters)}
+        found = {buffer_of(_torch.grad_of(p), self.main, i) for i, p in zip(self._indices, self.parameters)}
         return found.pop() if len(found) == 1 else None
 
     # State
@@ -246,7 +246,7 @@ def make_flat_params(
             group = group_of(parameter)
             if group is None:
                 others[number].append(parameter)
-            elif parameter.grad is None:
+            elif _torch.grad_of(parameter) is None:
                 absent.append(parameter)
             else:
                 found.setdefault(group, {})[id(parameter)] = number
@@ -264,7 +264,7 @@ def _flat_params_of(
     marks: dict[int, tuple[int, int | None, Any]] = {}
     for index, parameter in enumerate(param.sharded for param in group.params):
         if id(parameter) in numbers:
-            buffer = buffer_of(parameter.grad, main, index) if flat else None
+            buffer = buffer_of(_torch.grad_of(parameter), main, index) if flat else None
             alike = index if buffer is None else _signature(state.get(parameter, {}), parameter)
             marks[index] = numbers[id(parameter)], None if buffer is None else id(buffer), alike
     lying = sorted((i for i in range(len(windows)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)

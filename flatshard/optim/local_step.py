@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flatshard import _torch
 from flatshard.buffer import DONE, Ticket
 from flatshard.engine.gradients.gradients import Gradients
-from flatshard.engine.gradients.reduction import Reduced
+from flatshard.engine.gradients.main_grads import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced
 from flatshard.engine.units.unit import unit_with
@@ -148,6 +148,9 @@ class LocalStep:
     ) -> tuple[Any, Ticket]:
         """Step flat parameters, and others ``beside`` them. Returns the result, and when weights can be read."""
         streamed = [each for each in mine if each.is_streamed]
+        for group in {each.group() for each in mine if not each.is_streamed}:
+            if group is not None:
+                group.gradients.main_grads.bring()
         result, ticket = None, DONE
         try:
             if len(streamed) < len(mine) or any(beside) or not mine:
@@ -248,7 +251,7 @@ class LocalStep:
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
-        if not self._is_known(optimizer) or any(parameter.grad is not None for parameter in self._absent):
+        if not self._is_known(optimizer) or any(_torch.grad_of(parameter) is not None for parameter in self._absent):
             return False
         if not self._attach([each for each in self._flat_params if each not in stepped]):
             return False
@@ -315,9 +318,11 @@ class LocalStep:
         """Whether parameters are stepped on the device with state, or also weights, from host memory."""
         if self.offloads or not home.host:
             return bool(self.offloads)
-        # The CPU steps fused optimizers faster than the bus carries their state, but not beside a backward.
-        on_cpu = self.offloads is False or options.get("fused") or not (self.flat or self.rowwise)
-        return self.early is not None or not on_cpu
+        if self.offloads is False or not (self.flat or self.rowwise):
+            return self.early is not None
+        # The CPU steps fused optimizers faster than the bus carries their state and gradients; but not beside a
+        # backward, and not if the gradients are on the device.
+        return self.early is not None or home.device_grad_bytes > 0 or not options.get("fused")
 
 
 def _ids(optimizer: Optimizer) -> list[list[int]]:

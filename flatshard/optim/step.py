@@ -290,16 +290,18 @@ class FSDPOptimizer(Optimizer):
         optimizer's.
         """
         _drop_unreduced(self)
+        join_reduces(bring=not set_to_none)
         if not set_to_none:
-            join_reduces()
             _stepper_of(self).free_gradients()  # of parameters that a backward has stepped
             grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             if grads and all(hasattr(grad, MAIN_GRAD) for grad in grads):
                 torch._foreach_zero_([_torch.local_of(grad) for grad in grads])
                 return
-        super().zero_grad(set_to_none)
-        if set_to_none:
-            _stepper_of(self).free_gradients()
+            super().zero_grad(set_to_none)
+            return
+        with _torch.PlainAttributes():  # reading a gradient would copy those that have stayed on the device
+            super().zero_grad(set_to_none)
+        _stepper_of(self).free_gradients()
 
 
 class FSDPOffloaded(FSDPOptimizer):
@@ -520,7 +522,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepper = optimizer.__dict__.get(STEPPER)
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
-    join_reduces()
+    join_reduces(bring=not isinstance(stepper, LocalStep))
     now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)

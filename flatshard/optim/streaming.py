@@ -19,7 +19,7 @@ from torch import nn
 
 from flatshard import _torch
 from flatshard.buffer import DONE, Lane, Ticket
-from flatshard.engine.gradients.reduction import Reduced
+from flatshard.engine.gradients.main_grads import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.weights.offload import Home
 from flatshard.optim.flat_params import PER_PARAMETER, Cut, FlatParam, State, set_grad
@@ -116,7 +116,9 @@ class StreamedStep:
         uncast: bool,
         reduced: Reduced | None = None,
     ) -> Ticket:
-        """Step flat parameters with the gradients that are attached to them, or with ``reduced`` ones, on the device.
+        """Step flat parameters with the gradients that are attached to them, or with those that are on the device.
+
+        ``reduced``: those, of a group whose backward is running.
 
         ``lending(state)``: a context in which this is the state of the optimizer.
         Returns a ticket after which their weights can be read; waiting for it blocks the host if they are there.
@@ -132,11 +134,12 @@ class StreamedStep:
                 self._streams[device] = Stream(device)
             stream = self._streams[device]
             stream.follow()
+            ready = reduced or group.gradients.main_grads.on_device
             for each in mine:
-                piece = _Piece(each, group, states[each.tensor], split, uncast, reduced)
+                piece = _Piece(each, group, states[each.tensor], split, uncast, ready)
                 for cut in each.cuts(PIECE):
                     stream.run(piece.given(cut), functools.partial(piece.step, cut, lending))
-            stream.keep([reduced, *(each.tensor.grad for each in mine)])
+            stream.keep([ready, *(each.tensor.grad for each in mine)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
         def wait() -> None:

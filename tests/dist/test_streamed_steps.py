@@ -29,6 +29,7 @@ from tests.dist import test_step_in_backward
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
 from tests.dist.test_step_in_backward import MIXED, ROWS, Paths
+from tests.fsdp2.test_offload import keep_apart
 
 OPTIMIZERS = test_step_in_backward.OPTIMIZERS | {
     "amsgrad": lambda params: torch.optim.Adam(params, lr=0.02, amsgrad=True),
@@ -36,6 +37,7 @@ OPTIMIZERS = test_step_in_backward.OPTIMIZERS | {
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
     "8 bits": lambda params: AdamW8bit(params, lr=0.02),
 }
+ON_DEVICE = CPUOffloadPolicy(device_grad_bytes=1 << 30)
 CASES = {
     "zero 3": {},
     "zero 1": {"strategy": 1, "mp_policy": MIXED},
@@ -44,13 +46,14 @@ CASES = {
     "offload": {"offload_policy": CPUOffloadPolicy(), "mp_policy": MIXED},
     "offload, zero 1": {"offload_policy": CPUOffloadPolicy(), "strategy": 1, "mp_policy": MIXED},
     "offload, float32": {"offload_policy": CPUOffloadPolicy()},
+    "offload, kept": {"offload_policy": ON_DEVICE, "mp_policy": MIXED},
+    "offload, some kept": {"offload_policy": CPUOffloadPolicy(device_grad_bytes=4096), "layout": "flat"},
 }
 
 
 def _as_on_accelerators(patch: pytest.MonkeyPatch) -> None:
     """`CPUOffloadPolicy` works as on a mesh of accelerators, pieces are small, and short rows are in 8 bits too."""
-    of = classmethod(lambda cls, device, policy: cls(device, isinstance(policy, CPUOffloadPolicy), False))
-    patch.setattr(Home, "of", of)
+    keep_apart(patch)
     patch.setattr(streaming, "PIECE", 64)
     patch.setattr(adamw8bit, "_LEAST_ROW", 8)
 
@@ -264,9 +267,9 @@ def _work_of_the_host(rank, world):
         _as_on_accelerators(patch)
         model = shard_net(make_net(), offload_policy=CPUOffloadPolicy(), mp_policy=MIXED)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.02), in_backward=True)
-        cast, bring = HostCopy._run, Home.bring
+        cast, write = HostCopy._run, Home.write
         patch.setattr(HostCopy, "_run", lambda *given: found.append("cast") or cast(*given))
-        patch.setattr(Home, "bring", lambda *given: found.append("gradients") or bring(*given))
+        patch.setattr(Home, "write", lambda *given: found.append("gradients") or write(*given))
         _train(model, optimizer, rank, world, steps=1)
         first = list(found)
         _train(model, optimizer, rank, world, steps=1)
@@ -391,6 +394,52 @@ def _broken(rank, world):
             model.zero_grad()
     assert all(map(torch.equal, *gradients))
     assert all(grad.any() for grad in gradients[0])
+
+
+def _clipped(rank, world, kind):
+    """Weights after steps in which gradients are clipped, and used in other ways, and how many were copied."""
+    found = []
+    for policy in (CPUOffloadPolicy(), ON_DEVICE):
+        with pytest.MonkeyPatch.context() as patch:
+            _as_on_accelerators(patch)
+            model = shard_net(make_net(), offload_policy=policy, mp_policy=MIXED)
+            optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), offload_state=True)
+            write, copied, norms, counts = Home.write, [], [], []
+            patch.setattr(Home, "write", lambda *given, to=copied, write=write: to.append(1) or write(*given))
+            first = model.blocks[0].up.weight
+            for number, tokens in enumerate(batches(9, ROWS)):
+                losses = [loss_of(model, part) for part in tokens.chunk(world)[rank].chunk(2 if number == 6 else 1)]
+                for loss in losses:
+                    loss.backward()  # two backwards in one step: the second adds to the first
+                before = len(copied)
+                if number == 1:
+                    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                elif number == 2:
+                    first.grad = torch.ones_like(first, requires_grad=False)
+                elif number == 3:
+                    first.grad = None
+                elif number == 4:
+                    flatshard.clip_grad_norm_(list(model.blocks[0].parameters())[:2], 0.05)  # of part of a group
+                elif number == 5:
+                    model.zero_grad()
+                    loss_of(model, tokens.chunk(world)[rank]).backward()
+                norms += [flatshard.clip_grad_norm_(model, most) for most in ((0.1, 1e9) if number == 7 else (0.1,))]
+                optimizer.step()
+                if number == 8:  # after the step they are what the optimizer has seen
+                    assert flatshard.find_nonfinite(model) == []
+                    norms += [p.grad.full_tensor().norm() for p in model.parameters()]
+                optimizer.zero_grad()
+                counts.append(len(copied) - before)
+            found.append((norms, counts, _snapshot(model, optimizer)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["adamw", "8 bits"])
+def test_gradients_that_stay_on_the_device_are_clipped_and_stepped_there(ranks, kind):
+    for (norms, _, expected), (found, counts, state) in ranks(2, _clipped, kind):
+        _assert_equal(state, expected)
+        assert found == norms
+        assert counts == [0, 8, 8, 1, 2, 0, 0, 8, 8]
 
 
 def _fail(*given):

@@ -28,13 +28,13 @@ from flatshard import (
     fully_shard_optimizer,
     microbatch,
 )
-from flatshard.engine.weights.offload import Home
 from flatshard.optim import adamw8bit, streaming
 from flatshard.rehearsal import rehearse
 from tests.dist.models import DIM, Block, Net, batches, loss_of, make_net
 from tests.dist.random_models import DIM as ROW
 from tests.dist.random_models import build, rows_of
 from tests.fsdp2.test_extensions import Coded
+from tests.fsdp2.test_offload import keep_apart
 from tests.races.checker import Checker, watching
 
 pytestmark = [pytest.mark.sampled(3), pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
@@ -660,11 +660,11 @@ def test_backwards_that_are_finalized_by_hand():
         ({"offload_policy": CPUOffloadPolicy(), "mp_policy": TO_BF16}, {"in_backward": True}),
         ({"offload_policy": CPUOffloadPolicy(), "strategy": "optim"}, {"in_backward": True}),
         ({"offload_policy": CPUOffloadPolicy()}, {"in_backward": True}),
+        ({"offload_policy": CPUOffloadPolicy(device_grad_bytes=1 << 30), "mp_policy": TO_BF16}, {}),
     ],
 )
 def test_steps_of_state_and_weights_in_host_memory(choices, options, kind, micro, monkeypatch):
-    of = classmethod(lambda cls, device, policy: cls(device, isinstance(policy, CPUOffloadPolicy), False))
-    monkeypatch.setattr(Home, "of", of)
+    keep_apart(monkeypatch)
     monkeypatch.setattr(streaming, "PIECE", 64)
     monkeypatch.setattr(adamw8bit, "_LEAST_ROW", 8)
     with one_rank():
@@ -675,6 +675,10 @@ def test_steps_of_state_and_weights_in_host_memory(choices, options, kind, micro
             for index in range(micro):
                 with microbatch(model, is_first=index == 0, is_last=index == micro - 1):
                     loss_of(model, TOKENS[number]).backward()
+            if not options:
+                flatshard.clip_grad_norm_(model, 0.1)
+                if number == 0:
+                    assert all(parameter.grad.to_local().isfinite().all() for parameter in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
             if number == 1:

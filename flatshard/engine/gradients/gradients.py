@@ -25,8 +25,8 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
-from flatshard.engine.gradients.main_grads import MainGrads, call_finished, change_gradients, has_gaps
-from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduced, Reduction, Stage, Uses, stages_to, sum_dtype
+from flatshard.engine.gradients.main_grads import MainGrads, Reduced, call_finished, change_gradients, has_gaps
+from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction, Stage, Uses, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.codec import as_plain
@@ -326,7 +326,7 @@ class Gradients:
         pool, lane = reduction.pool, reduction.pool.lane
         had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane, is_last)
-        used, factor, asked = sorted(self._used), self._factor, list[int]()
+        used, factor, asked, on_host = sorted(self._used), self._factor, list[int](), self.home.host
         # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
         # without elements are not communicated at all.
         if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
@@ -334,13 +334,19 @@ class Gradients:
             reduction.parameters = self._uses.count
             if len(used) < self.expected:
                 asked = self._unknown(had_grad, {*changed, *finished})
+        result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
+        # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
+        is_final = is_last and not (finished or asked or self.main_grads.open)
+        stays = on_host and fresh and is_final and self.main_grads.may_stay_on_device(result)
+        kept = self._buffer(self.main.placements, result, self._empty) if stays else None
         with lane.following():
             inputs, reduction.held = self._inputs(gradients, pool)
             reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
-            result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
-            in_place = fresh and self.grad_dtype == result and not self.home.host
-            target = main_grad if in_place else self._buffer(self.main.placements, result, pool.temporary)
-            if not self.home.host:
+            in_place = fresh and self.grad_dtype == result and not on_host
+            target = main_grad if in_place else kept
+            if target is None:
+                target = self._buffer(self.main.placements, result, pool.temporary)
+            if not on_host:
                 reduction.held.append(target.local)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
@@ -355,17 +361,24 @@ class Gradients:
                 of_these = functools.partial(hooked, changed)
                 then.append(functools.partial(change_gradients, self.params, of_these, target, factor))
                 factor = 1.0
-            if not self.home.host and (not in_place or factor != 1.0):
+            if on_host and fresh and factor != 1.0:
+                then.append(functools.partial(_add_or_write, target, target, True, factor))  # before it is cast
+            elif not on_host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
             ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
-            # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
-            if is_last and not (finished or asked or self.main_grads.open):
+            if is_final:
                 reduction.on_final, reduction.of = self.on_final, self
-            if self.home.host and fresh and reduction.on_final is not None:
-                bring = functools.partial(self.home.bring, target, DONE, lane, main_grad, fresh, factor)
-                reduction.reduced = Reduced(target, factor, self.grad_dtype, bring)
-            elif self.home.host:
-                ticket = self.home.bring(target, ticket, lane, main_grad, fresh, factor)
+            if on_host and fresh:
+                write = functools.partial(self.home.write, target, lane, main_grad)
+                reduced = Reduced(target, self.grad_dtype, write, stays)
+                if stays or reduction.on_final is not None:
+                    reduction.reduced = reduced
+                else:
+                    ticket = reduced.bring(ticket)
+                del reduced, write
+            elif on_host:
+                ticket = self.home.add(target, ticket, lane, main_grad, factor)
+            if on_host:
                 del target, then  # inside the lane, whose next reduce may use the memory: it comes after the copy
         reduction.shown = [index for index in used if index not in had_grad] if had_grad else used
         self.main_grads.show(reduction.shown)

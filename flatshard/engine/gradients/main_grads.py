@@ -8,13 +8,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import _torch
-from flatshard.buffer import DBuffer, Lane
+from flatshard.buffer import DONE, DBuffer, Lane, Ticket
 from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.offload import Home
@@ -22,8 +23,29 @@ from flatshard.engine.weights.offload import Home
 # On a gradient that we have put on a parameter: the buffer it lies in.
 MAIN_GRAD = "_flatshard_main_grad"
 DECOUPLED = "decoupled_grad"
+_on_device: weakref.WeakSet[MainGrads] = weakref.WeakSet()  # whose gradients have stayed there
 _LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
 _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
+
+
+@dataclass
+class Reduced:
+    """Reduced gradients on the device, of a group whose gradients belong in host memory."""
+
+    buffer: DBuffer
+    dtype: torch.dtype  # of the gradients
+    write: Callable[[Ticket, Callable[[torch.Tensor], torch.Tensor]], Ticket]  # to host memory: `Home.write`
+    stays: bool  # until they are read or zeroed, unless they are stepped before
+    scale: torch.Tensor | None = None  # clipping has multiplied them by it
+
+    def final(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of the buffer, as gradients."""
+        gradient = part.to(self.dtype)
+        return gradient if self.scale is None else gradient * self.scale
+
+    def bring(self, ticket: Ticket = DONE) -> Ticket:
+        """Start to copy them to host memory after ``ticket``."""
+        return self.write(ticket, self.final)
 
 
 class MainGrads:
@@ -43,6 +65,7 @@ class MainGrads:
         self.params, self.main, self.dtype, self.home, self.room = params, main, dtype, home, room
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
+        self.on_device: Reduced | None = None  # the values, until they are read; the buffer has none then
         self.in_flight = 0  # reduces that write here
         # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
         self.open: Counter[int] = Counter()
@@ -70,7 +93,7 @@ class MainGrads:
         for param in self.params:
             if param.sharded.grad is not None or (self.is_decoupled and getattr(param.sharded, DECOUPLED) is not None):
                 return
-        self.buffer, self.shown = None, []
+        self.buffer, self.shown, self.on_device = None, [], None
         if always:
             self._give_back()
 
@@ -82,6 +105,23 @@ class MainGrads:
     def live_bytes(self) -> int:
         """The device memory of the gradients."""
         return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
+
+    def may_stay_on_device(self, dtype: torch.dtype) -> bool:
+        """Whether reduced gradients of a dtype may. A norm is computed of them: no cast may change it."""
+        if torch.promote_types(dtype, self.dtype) != self.dtype:
+            return False
+        staying = sum(each.on_device.buffer.local.nbytes for each in _on_device if each.on_device is not None)
+        return staying + self._numel * dtype.itemsize <= self.home.device_grad_bytes
+
+    def leave_on_device(self, reduced: Reduced) -> None:
+        self.on_device = reduced
+        _on_device.add(self)
+
+    def bring(self) -> None:
+        """Copy gradients that have stayed on the device to where they belong."""
+        reduced, self.on_device = self.on_device, None
+        if reduced is not None:
+            reduced.bring().wait()
 
     def prepare(self) -> None:
         """Create the buffer that the next backward reduces into."""
@@ -96,6 +136,9 @@ class MainGrads:
         """
         any_had, buffer = bool(had_grad or self.open), self.buffer
         self._accumulates = any_had
+        if any_had:
+            self.bring()
+        self.on_device = None
         if buffer is None or not (any_had or self._is_new):
             buffer = self._make(apart=not is_last and self._is_large and self.main.local.is_cuda)
         self._is_new = False
@@ -180,6 +223,7 @@ class MainGrads:
 
     def take_settings(self, other: MainGrads) -> None:
         """Show gradients where the object that this one replaces has shown them."""
+        other.bring()
         self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
     def clear_decoupled(self, set_to_none: bool) -> None:
@@ -192,7 +236,7 @@ class MainGrads:
                 self._set(index, None)
 
     def _make(self, apart: bool = False) -> DBuffer:
-        self.buffer, self.shown = None, []  # their memory may be used again
+        self.buffer, self.shown, self.on_device = None, [], None  # their memory may be used again
         is_captured = self.main.local.is_cuda and torch.cuda.is_current_stream_capturing()
         self.is_apart = apart and not is_captured  # a graph has its own memory
         if self.is_apart:
@@ -249,6 +293,18 @@ class MainGrads:
                     view.copy_(replaced[-1])
                     self._set(index, self.shown[index])
         return replaced
+
+
+def are_on_device() -> bool:
+    """Whether gradients of any group have stayed on the device."""
+    return any(each.on_device is not None for each in _on_device)
+
+
+def bring_all() -> None:
+    """Copy all gradients that have stayed on the device to host memory."""
+    for each in list(_on_device):
+        each.bring()
+    _on_device.clear()
 
 
 def has_gaps(buffer: DBuffer) -> bool:

@@ -15,9 +15,8 @@ from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.collectives import Tensors
 from flatshard.buffer.dbuffer import held_by_this_rank
 from flatshard.buffer.tickets import Action, Tickets
-from flatshard.engine.gradients.main_grads import MainGrads
+from flatshard.engine.gradients.main_grads import MainGrads, Reduced
 from flatshard.engine.weights.formats import Formats
-from flatshard.engine.weights.offload import scaled
 from flatshard.layout import Partial, Placement, is_sharded
 
 if TYPE_CHECKING:
@@ -33,20 +32,6 @@ class Goal(Enum):
     UNREDUCED = "unreduced"  # nowhere: they are added to what this rank has
     REST = "rest"
     FINAL = "final"
-
-
-@dataclass
-class Reduced:
-    """Reduced gradients on the device, of a group in host memory: times ``factor``, in ``dtype``, they are complete."""
-
-    buffer: DBuffer
-    factor: float
-    dtype: torch.dtype
-    bring: Callable[[], Ticket]  # starts to copy them to host memory
-
-    def final(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of the buffer, complete."""
-        return scaled(part, self.factor, self.dtype)
 
 
 # Steps the parameters of some `Gradients`, and returns when they can be read; or None, if it has left all of them to

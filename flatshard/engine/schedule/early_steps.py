@@ -28,11 +28,13 @@ class EarlySteps:
         self.run(-1 if reduction.of.is_streamed else most)
 
     def add_on_host(self, reduction: Reduction) -> None:
-        """The same for gradients that belong in host memory: step them on the device, or copy them."""
+        """The same for gradients that belong in host memory: step or leave them on the device, or copy them."""
         assert reduction.reduced is not None
         stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
         if stepped is not None:
             self.running.append(stepped)
+        elif reduction.reduced.stays:
+            reduction.of.main_grads.leave_on_device(reduction.reduced)
         else:
             reduction.reduced.bring().wait()
 

@@ -11,6 +11,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool
+from flatshard.engine.gradients.main_grads import are_on_device, bring_all
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
@@ -252,6 +253,8 @@ class Reduces:
                 reduction.then()
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
+            if reduction.reduced.stays:
+                _torch.on_grad_read(join_reduces)
         elif reduction.on_final is not None:
             self.steps.add(reduction, self._largest_reduce())
 
@@ -303,10 +306,11 @@ class Reduces:
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # of roots that have left a backward before them
 
 
-def join_reduces() -> None:
+def join_reduces(bring: bool = True) -> None:
     """Order the current stream after the reduces of all models, before gradients are read.
 
-    Reading or setting a ``.grad`` calls it.
+    Reading or setting a ``.grad`` calls it. With ``bring``, gradients that have stayed on the device are copied to host
+    memory, where they belong.
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):
@@ -315,3 +319,7 @@ def join_reduces() -> None:
             reduces.leave_steps()
         reduces.join()
     _unjoined.clear()
+    if bring:
+        bring_all()
+    elif are_on_device():
+        _torch.on_grad_read(join_reduces)

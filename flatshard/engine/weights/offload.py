@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -44,13 +44,15 @@ class Home:
     pinned: bool = False
     limit: int | None = None
     asker: str = "CPUOffloadPolicy"  # named in errors
+    device_grad_bytes: int = 0  # of reduced gradients that may stay on the device
 
     @classmethod
     def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
         if not isinstance(policy, CPUOffloadPolicy):
             return cls(device)
         pinned = policy.pin_memory and torch.accelerator.is_available()
-        return cls(device, device.type != "cpu", pinned, policy.pin_limit)
+        grads = policy.device_grad_bytes
+        return cls(device, device.type != "cpu", pinned, policy.pin_limit, device_grad_bytes=grads)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor where main weights and gradients are stored."""
@@ -92,32 +94,44 @@ class Home:
             return main
         return main.like(pool.temporary(main.local.numel(), main.dtype).copy_(main.local, non_blocking=True))
 
-    def bring(
-        self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, fresh: bool, factor: float
+    def write(
+        self,
+        reduced: DBuffer,
+        lane: Lane,
+        main_grad: DBuffer,
+        ticket: Ticket,
+        complete: Callable[[torch.Tensor], torch.Tensor],
     ) -> Ticket:
-        """Copy reduced gradients, times a factor, to host memory, or add them to those in it.
+        """Copy reduced gradients to host memory. ``complete`` casts parts of them on the device: the host is slower.
 
-        Gradients that are written are cast on the device, because host memory is slower than the bus. Gradients that
-        are added are copied in the dtype of the reduce. Waiting for the ticket blocks the host; afterwards the
-        gradients can be read.
+        The copy comes after ``ticket``, and after all work that has been enqueued on the current stream. Waiting for
+        the ticket that is returned blocks the host; afterwards the gradients can be read.
         """
-        lies = main_grad.local
-        landing = lies if fresh else self.empty(lies.numel(), reduced.dtype)
+        with lane.following():
+            copied = lane.follow(ticket, lambda: _copy(reduced.local, main_grad.local, complete))
+        return Ticket(then=copied.synchronize)
 
-        def copy() -> None:
-            for part, target in zip(reduced.local.split(_PIECE), landing.split(_PIECE)):
-                target.copy_(scaled(part, factor if fresh else 1.0, target.dtype), non_blocking=True)
+    def add(self, reduced: DBuffer, ticket: Ticket, lane: Lane, main_grad: DBuffer, factor: float) -> Ticket:
+        """Add reduced gradients, times a factor, to those in host memory. They are copied in the dtype of the reduce.
 
-        copied = lane.follow(ticket, copy)
-        if fresh:
-            return Ticket(then=copied.synchronize)
+        Waiting for the ticket blocks the host; afterwards the gradients can be read.
+        """
+        landing = self.empty(main_grad.local.numel(), reduced.dtype)
+        copied = lane.follow(ticket, lambda: _copy(reduced.local, landing))
 
         def add() -> None:
             copied.synchronize()
-            lies.add_(landing, alpha=factor)
+            main_grad.local.add_(landing, alpha=factor)
 
         added = _worker.submit(add)
         return Ticket(then=lambda: added.result())
+
+
+def _copy(
+    source: torch.Tensor, target: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> None:
+    for part, to in zip(source.split(_PIECE), target.split(_PIECE)):
+        to.copy_(part if change is None else change(part), non_blocking=True)
 
 
 class HostCopy:
@@ -188,8 +202,7 @@ class HostCopy:
         if source is self.buffer:
             self.settle()
         for target, part in zip(targets, source.runs()):
-            for to, piece in zip(target.split(_PIECE), part.split(_PIECE)):
-                to.copy_(piece, non_blocking=True)  # the device casts
+            _copy(part, target)  # the device casts
         pool.sent = pool.lane.mark()
         if source is self.buffer:
             self._sent = pool.sent
@@ -237,8 +250,3 @@ def prepare_in_turns(copies: Sequence[HostCopy], may_send_main: bool) -> None:
 def pinned_bytes() -> int:
     """Bytes of host memory that tensors of this process have pinned."""
     return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
-
-
-def scaled(gradient: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient times a factor, in a dtype: in this order, because a sum may not fit in it."""
-    return (gradient * factor if factor != 1.0 else gradient).to(dtype)
