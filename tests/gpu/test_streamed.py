@@ -12,6 +12,7 @@ from flatshard import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    clip_grad_norm_,
     fully_shard,
     fully_shard_optimizer,
     microbatch,
@@ -35,6 +36,7 @@ WAYS: dict[str, tuple[OffloadPolicy, dict[str, bool]]] = {
     "weights": (CPUOffloadPolicy(), {"in_backward": True}),
     "weights, some pinned": (CPUOffloadPolicy(pin_limit=40 << 20), {"in_backward": True}),
     "weights, not pinned": (CPUOffloadPolicy(pin_memory=False), {"in_backward": True}),
+    "weights, clipped": (CPUOffloadPolicy(device_grad_bytes=1 << 40), {}),
 }
 
 
@@ -48,7 +50,9 @@ def _build(kind: str, way: str) -> tuple[Any, torch.optim.Optimizer]:
     return model, fully_shard_optimizer(OPTIMIZERS[kind](model.parameters()), **options)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, micro: int) -> float:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, micro: int, clips: bool = False
+) -> float:
     x = torch.randn(micro, TOKENS // 8, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank)).cuda()
     total = 0.0
     for index, part in enumerate(x):
@@ -56,16 +60,18 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank:
             loss = model(part)
             loss.backward()
         total += loss.item() if number == STEPS - 1 else 0.0  # which waits for the device: as late as possible
+    if clips:
+        clip_grad_norm_(model, 0.1)
     optimizer.step()
     optimizer.zero_grad()
     return total
 
 
-def _bits(rank: int, world: int, kind: str, way: str, micro: int) -> tuple[float, list[Any], list[Any]]:
+def _bits(rank: int, world: int, kind: str, way: str, micro: int, clips: bool) -> tuple[float, list[Any], list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "PIECE", PIECE)
         model, optimizer = _build(kind, way)
-        losses = [_step(model, optimizer, number, rank, micro) for number in range(STEPS)]
+        losses = [_step(model, optimizer, number, rank, micro, clips) for number in range(STEPS)]
         state = [optimizer.state[p] for p in model.parameters()]
         wide = [v.to_local() for entries in state for v in entries.values() if v.dim() > 0]
         if way != "ordinary":
@@ -80,7 +86,7 @@ def _bits(rank: int, world: int, kind: str, way: str, micro: int) -> tuple[float
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ordinary"])
 @pytest.mark.parametrize(("kind", "micro"), [(kind, 1 + number % 2) for number, kind in enumerate(OPTIMIZERS)])
 def test_bits_are_those_of_an_ordinary_step(gpu_ranks, kind, way, micro):
-    ordinary, streamed = (gpu_ranks(2, _bits, kind, each, micro) for each in ("ordinary", way))
+    ordinary, streamed = (gpu_ranks(2, _bits, kind, each, micro, "clipped" in way) for each in ("ordinary", way))
     for (loss, wanted, counts), (other, found, others) in zip(ordinary, streamed):
         assert loss == other
         assert counts == others
