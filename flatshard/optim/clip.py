@@ -76,8 +76,10 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for found in places.values():
         for device in {held.device for _, held in found if held is not None}:
-            scaled = [held for _, held in found if held is not None and held.device == device]
-            torch._foreach_mul_(scaled, factor.to(device))
+            here = factor.to(device)
+            # The host knows the factor now; elsewhere, to read it would wait for the device.
+            if device.type != "cpu" or here.item() != 1.0:
+                torch._foreach_mul_([held for _, held in found if held is not None and held.device == device], here)
     for reduced in on_device:
         reduced.scale = factor
     return total

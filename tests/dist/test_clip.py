@@ -101,6 +101,24 @@ def test_the_norm_is_that_of_the_unsharded_model(ranks, shape, outer, norm_types
     assert all(mine == norms[0] for mine in norms)  # to the bit, or ranks would drift apart
 
 
+@pytest.mark.parametrize(
+    ("device", "value", "max_norm", "count"),
+    [
+        ("cpu", 3.0, 9.0, 0),  # in host memory, a multiplication by one would read and write all gradients
+        ("cpu", 3.0, 1.0, 1),
+        ("cpu", math.nan, 9.0, 1),
+        ("cpu", INF, INF, 1),
+        ("meta", 3.0, 9.0, 1),  # cannot be read, as a device that is still at work must not be
+    ],
+)
+def test_gradients_on_the_host_are_scaled_only_by_other_factors_than_one(device, value, max_norm, count):
+    parameter = nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.full_like(parameter, value)
+    written = parameter.grad._version
+    clip_grad_norm_([parameter], max_norm)
+    assert parameter.grad._version - written == count
+
+
 def _joint(rank, world):
     mesh = init_device_mesh("cpu", (2, 1, 2))
     assert joint_group(mesh, (0, 1, 2)) is dist.group.WORLD  # nothing new where there is one
