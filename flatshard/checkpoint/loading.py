@@ -182,10 +182,12 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
 def _entry(
     reader: Reader, name: str, tree: Any, parameter: torch.Tensor, per_element: bool, device: torch.device
 ) -> Any:
-    """Read one entry of a parameter's state: with ``per_element``, sharded like the parameter if it has its shape."""
-    if not (isinstance(tree, dict) and "tensor" in tree):
-        return decode_tree(tree, reader.whole)
-    entry = reader.source.tensors[tree["tensor"]]
-    if per_element and entry.shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
-        return _torch.like_dtensor(parameter, _read_part(reader, name, entry, parameter).to(device))
-    return reader.read(name, entry).to(device)
+    """Read an entry of a parameter's state. With ``per_element``, its tensors of that shape are sharded alike."""
+
+    def read(key: str) -> torch.Tensor:
+        entry = reader.source.tensors[key]
+        if per_element and entry.shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
+            return _torch.like_dtensor(parameter, _read_part(reader, name, entry, parameter).to(device))
+        return reader.read(name, entry).to(device)
+
+    return decode_tree(tree, read)

@@ -10,6 +10,7 @@ Each is stepped as one flat tensor. Its optimizer state has the same extent, so 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import operator
@@ -114,11 +115,13 @@ class FlatParam:
         kinds: dict[Any, bool] = {}
         for key, value in state.get(self.parameters[0], {}).items():
             kinds[key] = is_elementwise(value, self.parameters[0])
-            if kinds[key]:
-                parts = [local_part(p, state[p][key]) for p in self.parameters]
-                taken[key] = parts[0] if self._extent is None else self._joined(parts)
-            else:
+            if not kinds[key]:
                 taken[key] = _copied(value)
+            elif self._extent is None:
+                cut = functools.partial(local_part, self.parameters[0])
+                taken[key] = _torch.map_leaves(torch.Tensor, cut, value)
+            else:
+                taken[key] = self._joined([local_part(p, state[p][key]) for p in self.parameters])
         return taken, kinds
 
     def write_state(self, taken: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
@@ -127,7 +130,7 @@ class FlatParam:
             mine = state.setdefault(parameter, {})
             mine.clear()
             for key, value in taken.items():
-                mine[key] = self._view(key, value, place) if elementwise[key] else _copied(value)
+                mine[key] = self._shown(key, value, place) if elementwise[key] else _copied(value)
 
     def matches_state(self, taken: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
         """Whether the state of the parameters is as `write_state` left it, with no entry replaced or changed."""
@@ -136,14 +139,19 @@ class FlatParam:
             if mine.keys() != taken.keys():
                 return False
             for key, value in taken.items():
-                if not (
-                    mine[key] is self._view(key, value, place) if elementwise[key] else are_equal(mine[key], value)
-                ):
+                if not are_equal(mine[key], self._shown(key, value, place) if elementwise[key] else value):
                     return False
         return True
 
+    def _shown(self, key: Any, value: Any, place: int) -> Any:
+        """One parameter's part of an elementwise entry; of each tensor, where the entry is a list or a dict of them."""
+        if isinstance(value, torch.Tensor):
+            return self._view(key, value, place)
+        numbers = itertools.count()
+        return _torch.map_leaves(torch.Tensor, lambda each: self._view((key, next(numbers)), each, place), value)
+
     def _view(self, key: Any, value: torch.Tensor, place: int) -> torch.Tensor:
-        """One parameter's part of an elementwise entry; created once and kept as long as the entry."""
+        """One parameter's part of a tensor; created once and kept as long as that."""
         known = self._views.get(key)
         if known is None or known[0] is not value:
             parts = [value]
@@ -222,11 +230,18 @@ def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an entry of the state of ``parameter`` has one number for each of its elements."""
+    """Whether an entry of the state of ``parameter`` has one number for each of its elements, or a list of such."""
     if isinstance(value, DTensor):
         return True
-    shapes = (parameter.shape, _torch.local_of(parameter).shape)
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape in shapes
+    shapes, tensors = (parameter.shape, _torch.local_of(parameter).shape), tensors_in(value)
+    return bool(tensors) and all(isinstance(e, DTensor) or (e.dim() > 0 and e.shape in shapes) for e in tensors)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of an entry of a state: itself, or those in the lists and dicts that it consists of."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [each for each in _torch.pytree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def make_flat_params(
@@ -306,9 +321,18 @@ def _copied(value: Any) -> Any:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two entries of a state, or options, have the same value; for tensors on any device."""
+    """Whether two entries of a state, or options, have the same value; for tensors on any device.
+
+    DTensors must be the same object: to compare their values would be collective.
+    """
     if one is other or isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
         return one is other
+    if isinstance(one, DTensor) or isinstance(other, DTensor):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool((one == other.to(one.device)).all())
     return bool(one == other)

@@ -22,7 +22,7 @@ from flatshard.engine.groups.registry import OWNER, generation, group_of, is_rep
 from flatshard.engine.units.unit import unit_with
 from flatshard.engine.weights.offload import Home
 from flatshard.optim.adamw8bit import cut_entries, require_rows
-from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_flat_params, sharding_of
+from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, State, make_flat_params, sharding_of, tensors_in
 from flatshard.optim.split_step import SplitStep
 from flatshard.optim.streaming import StreamedStep, state_home
 
@@ -271,7 +271,8 @@ class LocalStep:
         kinds: dict[Any, bool] = {}
         for each in self._flat_params:
             for key, value in self.flat_state.get(each.tensor, {}).items():
-                same = isinstance(value, torch.Tensor) and value.shape == each.tensor.shape and key != "step"
+                # Numbers, or None, may be in place of tensors in parameter groups with other options.
+                same = key != "step" and all(held.shape == each.tensor.shape for held in tensors_in(value))
                 kinds[key] = kinds.get(key, True) and (same or key in self.rowwise)
         return kinds
 
@@ -386,10 +387,13 @@ def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
     """
     for parameter in (p for group in groups for p in group["params"] if isinstance(p, DTensor)):
         for key, value in list(state.get(parameter, {}).items()):
-            if isinstance(value, DTensor) and sharding_of(value) != sharding_of(parameter):
-                fresh = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-                state[parameter][key] = fresh.copy_(value)
+            if any(isinstance(e, DTensor) and sharding_of(e) != sharding_of(parameter) for e in tensors_in(value)):
+                state[parameter][key] = _torch.map_leaves(DTensor, functools.partial(_cut_anew, parameter), value)
         wrap_scalars(parameter, state)
+
+
+def _cut_anew(parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def wrap_scalars(parameter: torch.Tensor, state: Any) -> None:

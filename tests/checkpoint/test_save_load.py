@@ -359,27 +359,52 @@ def test_extra_may_have_tensors_without_elements(tmp_path):
     torch.testing.assert_close(load(tmp_path / "a", torch.nn.Linear(2, 2)), given, rtol=0, atol=0)
 
 
-def _numbers_per_parameter(rank, world, folder):
-    for kind in (torch.optim.NAdam, torch.optim.ASGD):
-        results = []
-        for number in range(2):
-            torch.manual_seed(number)
-            model = torch.nn.Linear(3, 3)
-            model.gain = torch.nn.Parameter(torch.tensor(1.0 + number))
-            fully_shard(model)
-            model.register_forward_hook(lambda module, args, out: out * module.gain)
-            optimizer = fully_shard_optimizer(kind(model.parameters(), lr=0.1))
-            if number:
-                load(f"{folder}/{kind.__name__}", model, optimizer)
-            for step in range(2 * number, 4):
-                if step == 2 and not number:
-                    save(f"{folder}/{kind.__name__}", model, optimizer)
-                model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append([parameter.full_tensor() for parameter in model.parameters()])
-        assert all(map(torch.equal, *results))
+class Nested(torch.optim.Optimizer):
+    """A user's: several averages per parameter, in a list, and one more that the bias does without."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                averages = [torch.zeros_like(parameter) for _ in range(2)]
+                last = torch.zeros_like(parameter) if parameter.dim() == 2 else None
+                state.update(averages=averages, slow={"last": last}, seen=torch.zeros(2))
+            for decay, average in zip((0.5, 0.9), state["averages"]):
+                average.mul_(decay).add_(parameter.grad)
+                parameter.sub_(average, alpha=self.param_groups[0]["lr"])
+            if state["slow"]["last"] is not None:
+                parameter.sub_(state["slow"]["last"], alpha=0.01)
+                state["slow"]["last"].copy_(parameter.grad)
+            state["seen"] += 1
 
 
-def test_numbers_per_parameter_of_a_parameter_without_dims(ranks, tmp_path):
-    ranks(2, _numbers_per_parameter, str(tmp_path))
+def _continued(rank, world, folder, kind, local_step=True):
+    results = []
+    for number in range(2):
+        torch.manual_seed(number)
+        model = torch.nn.Linear(3, 3)
+        model.gain = torch.nn.Parameter(torch.tensor(1.0 + number))
+        fully_shard(model)
+        model.register_forward_hook(lambda module, args, out: out * module.gain)
+        optimizer = kind(model.parameters(), {"lr": 0.1}) if kind is Nested else kind(model.parameters(), lr=0.1)
+        if local_step:
+            fully_shard_optimizer(optimizer)
+        if number:
+            load(folder, model, optimizer)
+        for step in range(2 * number, 4):
+            if step == 2 and not number:
+                save(folder, model, optimizer)
+            model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([parameter.full_tensor() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    ("kind", "local_step"),
+    [(torch.optim.NAdam, True), (torch.optim.ASGD, True), (Nested, True), (Nested, False)],
+)
+def test_training_continues_with_numbers_per_parameter_and_with_lists(ranks, tmp_path, kind, local_step):
+    ranks(2, _continued, str(tmp_path / "a"), kind, local_step)
