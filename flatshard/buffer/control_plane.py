@@ -16,11 +16,11 @@ from flatshard.buffer.groups import own_group
 class Exchange:
     """Short messages among all ranks, over a Gloo group per name, so that a second thread can use another one.
 
-    Creating the first one of a name is a collective call. Without torch.distributed there is one rank.
+    Creating the first one of a name is a collective call. Without a name, or torch.distributed, there is one rank.
     """
 
-    def __init__(self, name: str) -> None:
-        world = dist.group.WORLD if dist.is_initialized() else None
+    def __init__(self, name: str | None) -> None:
+        world = dist.group.WORLD if name is not None and dist.is_initialized() else None
         self.rank = 0 if world is None else world.rank()
         self.size = 1 if world is None else world.size()
         self._group = None

@@ -86,8 +86,8 @@ def convert(
     the names are taken from the model where the shapes agree.
     ``model_only``: write only the weights.
 
-    No process group is needed, no code from a file is run, and checksums in the files are verified. CheckpointError
-    says what is damaged, or that the format is unknown.
+    No process group is needed or used, so one rank of a job may call this. No code from a file is run, and checksums in
+    the files are verified. CheckpointError says what is damaged, or that the format is unknown.
     """
     source, target = _arguments.path("source", source), _arguments.path("target", target)
     if names is not None and not isinstance(names, dict):
@@ -252,7 +252,7 @@ def _write_own(path: Path, state: State) -> None:
     if isinstance(only, list) and only and len(state.rest) == 1:
         extra = only[0]  # as if the checkpoint were loaded on another number of ranks
     taken.extra = encode_tree(extra, partial(taken.put, own=True), "extra/0")
-    write_snapshot(path, taken, Exchange("checkpoint_save"))
+    write_snapshot(path, taken, Exchange(None))
 
 
 def _write_safetensors(path: Path, state: State) -> None:

@@ -82,17 +82,19 @@ def test_every_form_into_every_other(tmp_path, source):
     assert not [left for left in tmp_path.iterdir() if left.name.startswith(".")]
 
 
-def _saved_with_extra(rank, world, path):
-    flatshard.checkpoint.save(path, torch.nn.Linear(2, 2), extra={"step": 7, "rank": rank})
+def _saved_with_extra(rank, world, folder):
+    flatshard.checkpoint.save(folder / "flatshard", torch.nn.Linear(2, 2), extra={"step": 7, "rank": rank})
+    if rank == 0:  # one rank of a job may convert
+        convert(folder / "flatshard", folder / "alone", to="flatshard")
 
 
 def test_extra_is_that_of_rank_0_after_any_conversions(ranks, tmp_path):
-    ranks(2, _saved_with_extra, tmp_path / "flatshard")
+    ranks(2, _saved_with_extra, tmp_path)
     for source, target in (("flatshard", "dcp"), ("dcp", "torch"), ("torch", "again"), ("again", "twice")):
         convert(tmp_path / source, tmp_path / target, to=target if target in FORMS else "flatshard")
     everything = torch.load(tmp_path / "torch", weights_only=True)
     assert everything["extra_of_ranks"] == [{"step": 7, "rank": 0}, {"step": 7, "rank": 1}]
-    for path in ("again", "twice"):
+    for path in ("alone", "again", "twice"):
         assert flatshard.checkpoint.load(tmp_path / path, torch.nn.Linear(2, 2)) == {"step": 7, "rank": 0}
 
 
