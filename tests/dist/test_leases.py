@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -168,6 +169,34 @@ def _written_in_backward(rank, world):
 
 def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
     ranks(2, _written_in_backward)
+
+
+class Momentum(Net):
+    """The second layer is a moving average of the first one, and follows it within the forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.first(x)
+        with torch.no_grad():
+            for average, parameter in zip(self.second.parameters(), self.first.parameters()):
+                average.lerp_(parameter.detach(), 0.5)
+            key = self.second(x)
+        return query * key
+
+
+def _written_in_forward(rank, world):
+    torch.manual_seed(0)
+    whole = [Momentum() for _ in (1, 3)]
+    models = [copy.deepcopy(each) for each in whole]
+    for model, strategy in zip(models, (1, 3)):
+        for part in (model.first, model.second, model):
+            fully_shard(part, strategy=strategy)
+    for _ in range(2):
+        for model, one in zip(models, whole):
+            torch.testing.assert_close(model(torch.ones(2, DIM)), one(torch.ones(2, DIM)))
+
+
+def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ranks):
+    ranks(2, _written_in_forward)
 
 
 def _ends_of_bodies(rank, world):

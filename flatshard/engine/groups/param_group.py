@@ -65,10 +65,10 @@ class ParamGroup:
         self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
-        self.made_of: tuple[int, ...] | None = None  # the state of main at that start, if they may stay
+        self.made_of: int | None = None  # the state of main at that start, if they may stay
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
-        self._refreshed: tuple[int, ...] | None = None  # to this state of main, by hand
-        self._renewed: tuple[int, ...] | None = None  # its state when compute weights in host memory were made
+        self._refreshed: int | None = None  # to this state of main, by hand
+        self._renewed: int | None = None  # its state when compute weights in host memory were made
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, own
         self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
@@ -169,13 +169,17 @@ class ParamGroup:
         return self.main.layout
 
     @property
-    def state(self) -> tuple[int, ...]:
-        """Numbers that change when an optimizer, or an operation on a parameter or on its local part, changes main.
+    def state(self) -> int:
+        """A number that grows when an optimizer, or an operation on a parameter or on its local part, changes main.
 
-        Writes through `.data` change none of them.
+        Writes through `.data` do not change it.
         """
-        versions = [local._version for local in self.snapshot.locals]
-        return (steps.taken(), self.main.local._version, *versions, *[m.sharded._version for m in self.params])
+        number = steps.taken() + self.main.local._version
+        for local in self.snapshot.locals:
+            number += local._version
+        for param in self.params:
+            number += param.sharded._version
+        return number
 
     @property
     def arriving_bytes(self) -> int:
@@ -214,7 +218,7 @@ class ParamGroup:
     def note_step(self) -> None:
         """The step counted last has written compute weights in host memory wherever it has changed main."""
         known, now = self._renewed, self.state
-        is_only = known is not None and (known[0] + 1, *known[1:]) == now  # nothing else has changed main
+        is_only = known is not None and known + 1 == now  # nothing else has changed main
         copied = self.source.host_copy
         if copied is not None and copied.note_step() and is_only:
             self._refreshed = now

@@ -74,7 +74,7 @@ class Gathers:
                 self._gather(unit)
         else:
             self._gather(unit)
-        if unit.may_stay or unit.leases:
+        if unit.may_stay or unit.leases or self._program.running is not Pass.BACKWARD:
             unit.note_state()
 
     def _gather(self, unit: Unit) -> None:

@@ -297,14 +297,24 @@ class Root:
             del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
             self._recomputed = None  # in use again
-        if gather and not unit.is_gathered:
-            self.gathers.launch(unit)
-            if unit.index == self.entry:
-                unit.note_state()
-        self.gathers.prefetch(unit, self.policy.max_gathered - 1)
         in_forward = self.program.running is not Pass.BACKWARD
+        if gather:
+            if in_forward and unit.is_outdated:
+                self._drop_outdated(unit)
+            if not unit.is_gathered:
+                self.gathers.launch(unit)
+        self.gathers.prefetch(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
+
+    def _drop_outdated(self, unit: Unit) -> None:
+        """The running forward has written main since this unit was gathered: a momentum encoder, a step within it."""
+        for group in unit.needs:
+            if not group.is_full:
+                group.release()
+                if unit.is_first:
+                    group.renew()
+        self.gathers.refresh_order()
 
     def gather_apart(self, units: Sequence[Unit]) -> None:
         """Launch the all-gathers of units outside of any pass. Their leases determine how long they stay gathered."""

@@ -56,6 +56,15 @@ class FullWeights:
             if group.made_of is None:
                 group.made_of = group.state
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether main has changed since weights were gathered that no pass uses yet."""
+        for group in self.needs:
+            waits = group.ticket is not None and not group.is_full and not group.is_held
+            if waits and group.made_of != group.state:
+                return True
+        return False
+
     def keeps(self) -> bool:
         """Whether a forward that starts can use the gathered weights."""
         if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
