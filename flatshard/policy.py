@@ -137,6 +137,10 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
         """The dtype of a reduce."""
         return self.reduce_dtype or (grad if _torch.REDUCES_IN_GRAD_DTYPE else compute)
 
+    def resting_of(self, grad: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """The dtype in which backwards accumulate gradients that are not reduced all the way yet: the wider one."""
+        return reduce if reduce.itemsize > grad.itemsize else grad
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:

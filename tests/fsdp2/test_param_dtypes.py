@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import flatshard
@@ -141,6 +142,21 @@ def _unrounded(rank, world):
 
 def test_gradients_that_are_more_exact_than_weights_are_not_rounded(ranks):
     ranks(1, _unrounded)
+
+
+def _accumulated(rank, world):
+    for setting in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model = nn.Linear(1, 4, bias=False, dtype=HALF)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        for value in (256, 1, 1, 1, -256):
+            getattr(model, setting)(value == -256)
+            model(torch.full((1, 1), value, dtype=HALF)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 1), 3, dtype=HALF))
+
+
+def test_gradients_accumulate_in_the_dtype_of_reduces_if_it_is_wider(ranks):
+    ranks(1, _accumulated)
 
 
 def _beside_fsdp2(rank, world, override):
