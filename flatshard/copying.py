@@ -141,7 +141,10 @@ def _blank(group: ParamGroup, index: int) -> nn.Parameter:
     values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:
         values = _torch.dtensor_of(values, member.inner.spec)
-    return nn.Parameter(values, trainable)
+    blank = nn.Parameter(values, trainable)
+    if group.own_grad_dtype is not None:
+        blank.grad_dtype = group.own_grad_dtype
+    return blank
 
 
 def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:

@@ -445,8 +445,11 @@ class FSDPModule(TorchFSDPModule):
         _root(self).reset()
 
     def reset_iter_state(self) -> None:
-        """`reset`; it must be called on the root."""
+        """`reset`, which also drops ``.grad`` of all parameters of units. It must be called on the root."""
         _outermost("reset_iter_state", self).reset()
+        for group in _groups(self, True):
+            for parameter in (member.sharded for member in group.params):
+                parameter.grad = None
 
 
 def _refuse(name: str) -> Callable[..., None]:

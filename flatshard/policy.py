@@ -39,7 +39,8 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     ``param_dtype_override_fn``: a function of a parameter, called when it is sharded; if it returns the parameter's own
     dtype, that is the dtype of its compute weights, and if it returns None, ``param_dtype`` is. (Of torch 2.15.)
     ``main_dtype``: dtype of the main weights (optimizer, checkpoints); default: the dtype of the parameter.
-    ``grad_dtype``: dtype of the reduced gradients (``.grad``); default: ``main_dtype``.
+    ``grad_dtype``: dtype of the reduced gradients (``.grad``) of parameters that have no ``grad_dtype`` of their own;
+    default: ``main_dtype``.
 
     Formats send fewer bytes than these dtypes (docs/formats.md). The default is none:
 
@@ -113,11 +114,14 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
             )
         return found is not None and self.param_dtype not in (None, found)
 
-    def of_group(self, keeps_dtype: bool) -> MixedPrecisionPolicy:
-        """The policy of parameters that compute in their own dtype, or of the others."""
-        if not keeps_dtype and self.param_dtype_override_fn is None:
+    def of_group(self, keeps_dtype: bool, grad_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+        """The policy of parameters that compute in their own dtype, or of the others; ``grad_dtype``: set on them."""
+        if not keeps_dtype and grad_dtype is None and self.param_dtype_override_fn is None:
             return self
-        return replace(self, param_dtype=None if keeps_dtype else self.param_dtype, param_dtype_override_fn=None)
+        param_dtype = None if keeps_dtype else self.param_dtype
+        return replace(
+            self, param_dtype=param_dtype, grad_dtype=grad_dtype or self.grad_dtype, param_dtype_override_fn=None
+        )
 
     # Dtypes of one parameter group. ``own`` is the dtype that its parameters had before sharding.
 
@@ -132,6 +136,10 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     def reduce_of(self, compute: torch.dtype, grad: torch.dtype) -> torch.dtype:
         """The dtype of a reduce."""
         return self.reduce_dtype or (grad if _torch.REDUCES_IN_GRAD_DTYPE else compute)
+
+    def resting_of(self, grad: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+        """The dtype in which backwards accumulate gradients that are not reduced all the way yet: the wider one."""
+        return reduce if reduce.itemsize > grad.itemsize else grad
 
 
 @dataclass(frozen=True)

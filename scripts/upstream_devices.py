@@ -211,6 +211,7 @@ def _asked_of_device() -> types.SimpleNamespace:
 def _no_device(count: int) -> None:
     """CPU ranks, with what tests ask of torch.cpu."""
     torch.cuda.is_available = lambda: False  # looking for a driver would spoil forks
+    torch.cuda.can_device_access_peer = lambda *args: False
     torch.cpu.device_count = lambda: count
     torch.cpu.manual_seed = torch.manual_seed
     for module, name in ((torch.cpu, "empty_cache"), (torch.cuda, "synchronize"), (torch.cuda, "set_device")):

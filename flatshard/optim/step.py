@@ -537,6 +537,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if any(isinstance(parameter, DTensor) for parameter in ours):
                 _refuse_foreign_blocks(optimizer)
             for parameter in ours if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
+                group = group_of(parameter)
+                if group is None or group.own_grad_dtype is not None:  # as the user has asked for
+                    continue
                 if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
                     raise RuntimeError(
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "

@@ -145,8 +145,9 @@ class GroupBytes:
         several = setup.microbatches > 1
         self._rests_unsharded = self.ends and not is_sharded(self.placements.gradient[-1])
         resting = full if self._rests_unsharded else self._numel(self.placements.gradient)
-        self.accumulated = resting * grad.itemsize if several else 0
-        self.reducing = self._staged(several, grad) * self.reduce.itemsize
+        rests_in = setup.precision.resting_of(grad, self.reduce)
+        self.accumulated = resting * rests_in.itemsize if several else 0
+        self.reducing = self._staged(several, rests_in) * self.reduce.itemsize
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
         result = torch.float32 if outer is not None else self.reduce
         if grad != result or (several and not self.ends):
@@ -188,11 +189,11 @@ class GroupBytes:
     def _numel(self, placements: Sequence[Placement]) -> int:
         return self.layout.buffer_numel(self._pieces(placements))
 
-    def _staged(self, several: bool, grad: torch.dtype) -> int:
+    def _staged(self, several: bool, rests_in: torch.dtype) -> int:
         """Elements of the staging buffer. A gradient in the reduce dtype that fills its segment needs none."""
         shards = self.layout.num_shards
         if several and self._rests_unsharded:
-            as_it_is = grad == self.reduce or self.formats.reduces[-1] is not None
+            as_it_is = rests_in == self.reduce or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
         pairs = zip(self.layout.segments, sole_owners(self.layout))
         return sum(shards * segment.piece for segment, sole in pairs if sole is None or self.wire != self.reduce)

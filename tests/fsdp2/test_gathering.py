@@ -130,6 +130,7 @@ def _recovers(rank, world):
     model.set_reshard_after_backward(False)
     model(mine(rank, world)).sum().backward()
     model.reset_iter_state()
+    assert all(parameter.grad is None for parameter in model.parameters())  # of a step that is discarded
     assert not any(_is_full(module) for module in (model, *model.blocks))
     with pytest.raises(RuntimeError, match="not the root"):
         model.blocks[0].reset_iter_state()

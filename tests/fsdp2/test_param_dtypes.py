@@ -1,4 +1,4 @@
-"""`MixedPrecisionPolicy(param_dtype_override_fn=...)` of torch 2.15, and the default of ``reduce_dtype``."""
+"""Dtypes of torch 2.15: `param_dtype_override_fn`, `parameter.grad_dtype`, and the default of ``reduce_dtype``."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import flatshard
@@ -91,13 +92,71 @@ def test_functions_of_dtypes_are_checked(ranks):
 def _set_by_user(rank, world):
     model = nn.Linear(4, 4)
     model.weight.grad_dtype = HALF
-    fully_shard(model)
-    model(torch.ones(2, 4)).sum().backward()
-    assert model.weight.grad.dtype == torch.float32
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(grad_dtype=torch.float64))
+    model.set_mp_policy(MixedPrecisionPolicy())
+    assert model.weight.grad_dtype == HALF
+    for each in (model, copy.deepcopy(model)):
+        each(torch.ones(2, 4)).sum().backward()
+        assert (each.weight.grad.dtype, each.bias.grad.dtype) == (HALF, torch.float32)
+        torch.optim.SGD(each.parameters(), lr=0.5).step()  # not refused: this is what was asked for
+        each.double()
+        assert (each.weight.dtype, each.weight.grad.dtype, each.bias.grad.dtype) == (torch.float64, HALF, torch.float64)
+        each(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        assert torch.equal(each.weight.grad.full_tensor(), torch.full((4, 4), 4, dtype=HALF))
 
 
-def test_the_dtype_of_gradients_is_that_of_the_policy(ranks):
+def test_the_dtype_of_gradients_may_be_set_on_a_parameter(ranks):
     ranks(1, _set_by_user)
+
+
+class Exact(torch.autograd.Function):
+    """A product in bfloat16 whose weight gradient is in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.float().T @ x.float()
+
+
+class Product(nn.Linear):
+    def forward(self, x):
+        return Exact.apply(x, self.weight) + self.bias
+
+
+def _unrounded(rank, world):
+    x = torch.full((3, 8), 1 + 2**-7, dtype=HALF)
+    wanted = x.float().T @ x.float()
+    assert not torch.equal(wanted, wanted.to(HALF).float())
+    for dtype in (torch.float32, HALF):
+        model = Product(8, 8, dtype=dtype)
+        model.weight.grad_dtype = torch.float32
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(HALF, torch.float32))
+        model(x).backward(x)
+        assert torch.equal(model.weight.grad.full_tensor(), wanted)
+
+
+def test_gradients_that_are_more_exact_than_weights_are_not_rounded(ranks):
+    ranks(1, _unrounded)
+
+
+def _accumulated(rank, world):
+    for setting in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model = nn.Linear(1, 4, bias=False, dtype=HALF)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("outer", "inner"))
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        for value in (256, 1, 1, 1, -256):
+            getattr(model, setting)(value == -256)
+            model(torch.full((1, 1), value, dtype=HALF)).sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 1), 3, dtype=HALF))
+
+
+def test_gradients_accumulate_in_the_dtype_of_reduces_if_it_is_wider(ranks):
+    ranks(1, _accumulated)
 
 
 def _beside_fsdp2(rank, world, override):

@@ -105,6 +105,7 @@ class Gradients:
         """Reduce and keep gradients in the dtypes of a policy; ``compute`` is the dtype of full parameters."""
         self.grad_dtype = policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
+        self._rests_in = policy.resting_of(self.grad_dtype, self.reduce_dtype)
         self._stages = self._plan(formats)
         # Elements behind reduced gradients, for what is told of uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
@@ -299,11 +300,11 @@ class Gradients:
     # Stopping short
 
     def _add_unreduced(self, gradients: Given) -> None:
-        if self._unreduced is not None and self._unreduced.dtype != self.grad_dtype:
-            self._unreduced = self._unreduced.cast(self.grad_dtype)  # written by kernels, in the reduce dtype
+        if self._unreduced is not None and self._unreduced.dtype != self._rests_in:
+            self._unreduced = self._unreduced.cast(self._rests_in)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
             self._unreduced = DBuffer.zeros(
-                self.layout, self.main.mesh, self._partial(), dtype=self.grad_dtype, device=self.home.device
+                self.layout, self.main.mesh, self._partial(), dtype=self._rests_in, device=self.home.device
             )
         add_to(self._unreduced, gradients)
 
@@ -311,7 +312,7 @@ class Gradients:
         pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
         resting, fresh = self._resting, self._resting is None
         if resting is None:
-            resting = self._buffer(stages[-1].placements, self.grad_dtype, self._empty)
+            resting = self._buffer(stages[-1].placements, self._rests_in, self._empty)
         with lane.following():
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)

@@ -36,6 +36,7 @@ class ParamGroup:
 
     is_away = False  # main is on another device than the mesh, where users have moved it
     keeps_dtype = False  # full weights have the dtype from before sharding, whatever the policy of the unit says
+    own_grad_dtype: torch.dtype | None = None  # `parameter.grad_dtype` from before sharding, if it was set
 
     def __init__(
         self,
@@ -102,7 +103,8 @@ class ParamGroup:
 
     def check_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Raise if the policy cannot be changed to this one now."""
-        name, main, policy = self.params[0].name, self.main.dtype, policy.of_group(self.keeps_dtype)
+        policy = policy.of_group(self.keeps_dtype, self.own_grad_dtype)
+        name, main = self.params[0].name, self.main.dtype
         if policy.main_dtype not in (None, main) and main.is_floating_point and self.gradients.expected:
             raise ValueError(
                 f"main_dtype={policy.main_dtype}: '{name}' has {main} main weights; give main_dtype to fully_shard"
@@ -120,7 +122,7 @@ class ParamGroup:
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Compute and reduce in other dtypes; gathered weights have been released."""
-        policy = policy.of_group(self.keeps_dtype)
+        policy = policy.of_group(self.keeps_dtype, self.own_grad_dtype)
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
             self._marks = [

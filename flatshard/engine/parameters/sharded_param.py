@@ -108,6 +108,7 @@ class ShardedParam:
         own = self.full.__dict__
         own.update({name: value for name, value in self.attributes.items() if name not in own})
         if self.full.requires_grad:
+            self.full.grad_dtype = None  # a function may return gradients that are more exact than the weights
             self.full.requires_grad = self.sharded.requires_grad
 
 

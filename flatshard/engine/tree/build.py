@@ -183,6 +183,7 @@ class Kind:
     scale: GradientScale
     extended: type | None  # the tensor subclass that they are of
     keeps_dtype: bool  # full weights have their own dtype
+    grad_dtype: torch.dtype | None  # set on the parameters
 
     def placements(self, choices: Choices) -> Placements:
         """Of a group of them."""
@@ -252,6 +253,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
             choices.scale_on(mesh, means_own),
             type(_torch.held_of(parameter).data) if is_extended(parameter) else None,
             choices.precision.keeps_dtype(named[0], parameter),
+            parameter.grad_dtype if parameter.grad_dtype != parameter.dtype else None,
         )
         if is_extended(parameter):
             _check_extended(named, dims[parameter], kind.placements(choices))
@@ -291,7 +293,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
     intent = Intent(reshard_after_forward=reshard, is_optional=choices.optional)
-    mesh, device, precision = choices.mesh, choices.device, choices.precision.of_group(False)
+    mesh, device, precision = choices.mesh, choices.device, choices.precision.of_group(False, None)
     unit = Unit(modules, groups, mesh, device, precision, intent, find_root, choices.schedule, hooked)
     for module in modules if hooked else ():
         hook_state_dicts(unit, module)
@@ -391,7 +393,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     mesh, placements = kind.mesh, kind.placements(choices)
     whole = [_torch.held_of(p) for _, p, _ in params]
     shapes = [tuple(tensor.shape) for tensor in whole]
-    precision = choices.precision.of_group(kind.keeps_dtype)
+    precision = choices.precision.of_group(kind.keeps_dtype, kind.grad_dtype)
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
     # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
     chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
@@ -409,11 +411,13 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
         main, sharded, initial = _shard_plain(params, whole, planned, kind, choices, home)
     of_rows, own = RowGradients if choices.rows else Gradients, params[0][1].dtype
     group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
-    group.initial, group.keeps_dtype = initial, kind.keeps_dtype
+    group.initial, group.keeps_dtype, group.own_grad_dtype = initial, kind.keeps_dtype, kind.grad_dtype
     group.gradients.ask(scale=kind.scale)
     # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
+        if kind.grad_dtype is not None:
+            param.sharded.grad_dtype = kind.grad_dtype
     register(group, (parameter for _, parameter, _ in params), in_main=not is_extended)
     return group
 
