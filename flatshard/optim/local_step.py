@@ -148,9 +148,6 @@ class LocalStep:
     ) -> tuple[Any, Ticket]:
         """Step flat parameters, and others ``beside`` them. Returns the result, and when weights can be read."""
         streamed = [each for each in mine if each.is_streamed]
-        for group in {each.group() for each in mine if not each.is_streamed}:
-            if group is not None:
-                group.gradients.main_grads.bring()
         result, ticket = None, DONE
         try:
             if len(streamed) < len(mine) or any(beside) or not mine:

@@ -37,12 +37,13 @@ OPTIMIZERS = test_step_in_backward.OPTIMIZERS | {
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
     "8 bits": lambda params: AdamW8bit(params, lr=0.02),
 }
+ROUNDED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
 ON_DEVICE = CPUOffloadPolicy(device_grad_bytes=1 << 30)
 CASES = {
     "zero 3": {},
     "zero 1": {"strategy": 1, "mp_policy": MIXED},
     "flat": {"layout": "flat"},
-    "cast": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)},
+    "cast": {"mp_policy": ROUNDED},
     "offload": {"offload_policy": CPUOffloadPolicy(), "mp_policy": MIXED},
     "offload, zero 1": {"offload_policy": CPUOffloadPolicy(), "strategy": 1, "mp_policy": MIXED},
     "offload, float32": {"offload_policy": CPUOffloadPolicy()},
@@ -396,14 +397,14 @@ def _broken(rank, world):
     assert all(grad.any() for grad in gradients[0])
 
 
-def _clipped(rank, world, kind):
+def _clipped(rank, world, kind, streams):
     """Weights after steps in which gradients are clipped, and used in other ways, and how many were copied."""
     found = []
     for policy in (CPUOffloadPolicy(), ON_DEVICE):
         with pytest.MonkeyPatch.context() as patch:
             _as_on_accelerators(patch)
-            model = shard_net(make_net(), offload_policy=policy, mp_policy=MIXED)
-            optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), offload_state=True)
+            model = shard_net(make_net(), offload_policy=policy, mp_policy=MIXED if streams else ROUNDED)
+            optimizer = fully_shard_optimizer(OPTIMIZERS[kind](_groups(model)), offload_state=streams)
             write, copied, norms, counts = Home.write, [], [], []
             patch.setattr(Home, "write", lambda *given, to=copied, write=write: to.append(1) or write(*given))
             first = model.blocks[0].up.weight
@@ -415,7 +416,7 @@ def _clipped(rank, world, kind):
                 if number == 1:
                     torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
                 elif number == 2:
-                    first.grad = torch.ones_like(first, requires_grad=False)
+                    first.grad = torch.ones_like(first.grad)
                 elif number == 3:
                     first.grad = None
                 elif number == 4:
@@ -434,11 +435,13 @@ def _clipped(rank, world, kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["adamw", "8 bits"])
-def test_gradients_that_stay_on_the_device_are_clipped_and_stepped_there(ranks, kind):
-    for (norms, _, expected), (found, counts, state) in ranks(2, _clipped, kind):
+@pytest.mark.parametrize(("kind", "streams"), [("adamw", True), ("8 bits", True), ("fused", False)])
+def test_gradients_that_stay_on_the_device_are_clipped_and_stepped_there(ranks, kind, streams):
+    for (norms, _, expected), (found, counts, state) in ranks(2, _clipped, kind, streams):
         _assert_equal(state, expected)
         assert found == norms
+        if not streams:
+            continue
         assert counts == [0, 8, 8, 1, 2, 0, 0, 8, 8]
 
 
