@@ -24,7 +24,7 @@ from flatshard.engine.gradients.main_grads import DECOUPLED, MAIN_GRAD, MainGrad
 from flatshard.engine.groups.registry import group_of, sharded_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.flat_params import cut_as
-from flatshard.optim.local_step import stepped_for
+from flatshard.optim.local_step import early_optimizer
 
 # Where a tensor is: its mesh, and the axes of it that cut the tensor. Plain tensors: (None, ()).
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -58,7 +58,7 @@ def clip_grad_norm_(
     if stages is not None and (not isinstance(stages, DeviceMesh) or stages.ndim != 1):
         raise ValueError(f"stages={stages!r}: must be a DeviceMesh of one axis")
     listed = _listed(parameters)
-    if any(stepped_for(group_of(parameter)) is not None for parameter in listed):
+    if any(early_optimizer(group_of(parameter)) is not None for parameter in listed):
         raise RuntimeError(
             "clip_grad_norm_ cannot be used with fully_shard_optimizer(..., in_backward=True): the backward has "
             "already stepped these parameters and freed their gradients; leave one of the two out"

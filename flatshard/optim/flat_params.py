@@ -111,37 +111,39 @@ class FlatParam:
     # State
 
     def join_state(self, state: Mapping[Any, State]) -> tuple[State, dict[Any, bool]]:
-        """The state of the flat tensor, from that of its parameters, which agree in all that is not elementwise; and
-        what is."""
-        taken: State = {}
-        kinds: dict[Any, bool] = {}
-        for key, value in state.get(self.parameters[0], {}).items():
-            kinds[key] = is_elementwise(value, self.parameters[0])
-            if not kinds[key]:
-                taken[key] = _copied(value)
-            elif self._extent is None:
-                cut = functools.partial(local_part, self.parameters[0])
-                taken[key] = _torch.map_leaves(torch.Tensor, cut, value)
-            else:
-                taken[key] = self._joined([local_part(p, state[p][key]) for p in self.parameters])
-        return taken, kinds
+        """The state of the flat tensor, made of that of its parameters, and which entries are elementwise.
 
-    def write_state(self, taken: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
+        All other entries are equal for these parameters.
+        """
+        joined: State = {}
+        elementwise: dict[Any, bool] = {}
+        for key, value in state.get(self.parameters[0], {}).items():
+            elementwise[key] = is_elementwise(value, self.parameters[0])
+            if not elementwise[key]:
+                joined[key] = _copied(value)
+            elif self._extent is None:
+                shard = functools.partial(local_part, self.parameters[0])
+                joined[key] = _torch.map_leaves(torch.Tensor, shard, value)
+            else:
+                joined[key] = self._joined([local_part(p, state[p][key]) for p in self.parameters])
+        return joined, elementwise
+
+    def write_state(self, joined: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
         """Update the state of the parameters from that of the flat tensor."""
         for place, parameter in enumerate(self.parameters):
-            mine = state.setdefault(parameter, {})
-            mine.clear()
-            for key, value in taken.items():
-                mine[key] = self._shown(key, value, place) if elementwise[key] else _copied(value)
+            entries = state.setdefault(parameter, {})
+            entries.clear()
+            for key, value in joined.items():
+                entries[key] = self._shown(key, value, place) if elementwise[key] else _copied(value)
 
-    def matches_state(self, taken: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
+    def matches_state(self, joined: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
         """Whether the state of the parameters is as `write_state` left it, with no entry replaced or changed."""
         for place, parameter in enumerate(self.parameters):
-            mine = state.get(parameter, {})
-            if mine.keys() != taken.keys():
+            entries = state.get(parameter, {})
+            if entries.keys() != joined.keys():
                 return False
-            for key, value in taken.items():
-                if not are_equal(mine[key], self._shown(key, value, place) if elementwise[key] else value):
+            for key, value in joined.items():
+                if not are_equal(entries[key], self._shown(key, value, place) if elementwise[key] else value):
                     return False
         return True
 

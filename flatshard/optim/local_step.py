@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,90 +50,90 @@ class LocalStep:
         self._streamed = StreamedStep()
         self._flat_params: list[FlatParam] = []
         self._by_gradients = weakref.WeakKeyDictionary[Gradients, list[FlatParam]]()
-        self._generation = -1  # when the flat parameters were made, if they have been
-        self._absent: Sequence[torch.Tensor] = []
-        self._others: list[list[torch.Tensor]] = []
+        self._generation = -1  # of the registry when the flat parameters were made; -1: they have not been
+        self._without_grad: Sequence[torch.Tensor] = []  # sharded parameters that have no gradient
+        self._unsharded: list[list[torch.Tensor]] = []  # per parameter group
         self._sharded: set[int] = set()  # ids of sharded parameters, and of the flat tensors that are stepped for them
         self._ids: list[list[int]] = []
         self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
-        self._outer: Any = None  # the optimizer's dict as we know it
-        self._outdated = False  # the flat state may have changed since the public one was read
-        self.lent: Any = None  # what `optimizer.state` is meanwhile
-        self.early: Callable[[Optimizer], Any] | None = None  # the step of the optimizer's class, if backwards run it
-        self._stepped: set[FlatParam] = set()  # by the backward before this step
-        self._again: str | None = None  # a parameter that has got gradients after that
+        self._public: Any = None  # the optimizer's dict of state, as we know it
+        self._public_is_outdated = False  # the flat state may have changed since the public one was read
+        self.state_override: Any = None  # what `optimizer.state` is during a step
+        self.early_step: Callable[[Optimizer], Any] | None = None  # the step of the class, if backwards run it
+        self._stepped_early: set[FlatParam] = set()  # by backwards since the last step
+        self._late_parameter: str | None = None  # the name of one that has got a gradient after a backward stepped it
 
     def step(self, optimizer: Optimizer, base: Callable[[], Any]) -> Any:
         """Run the step of the optimizer's class on the flat parameters that no backward has stepped."""
-        if self.early is not None and hasattr(optimizer, "found_inf"):
+        if self.early_step is not None and hasattr(optimizer, "found_inf"):
             raise RuntimeError(
                 "GradScaler cannot be used with fully_shard_optimizer(..., in_backward=True), because the backward "
                 "steps parameters before gradients are unscaled; leave one of the two out"
             )
-        again, self._again = self._again, None
-        if again is not None:
-            self._stepped.clear()  # gradients may be cleared without `zero_grad` of this optimizer
+        stepped, self._stepped_early = self._stepped_early, set()
+        late, self._late_parameter = self._late_parameter, None
+        if late is not None:
             raise RuntimeError(
-                f"parameter '{again}' got another gradient after a backward had stepped it: in_backward=True "
+                f"parameter '{late}' got another gradient after a backward had stepped it: in_backward=True "
                 "needs one backward per step; mark micro-batches with flatshard.microbatch"
             )
-        stepped, self._stepped = self._stepped, set()
         if not self._is_prepared(optimizer, stepped):
             self._prepare(optimizer)  # those that were stepped have no gradients any more
             stepped = set()
         left = [each for each in self._flat_params if each not in stepped]
         result = None
-        if left or any(self._others) or not stepped:
-            result, ticket = self._run(optimizer, left, self._others, base)
+        if left or any(self._unsharded) or not stepped:
+            result, ticket = self._run(optimizer, left, self._unsharded, base)
             ticket.wait()
         self._streamed.join()
-        streamed, here = ({e.group() for e in self._flat_params if e.is_streamed is kind} for kind in (True, False))
-        for group in streamed - here:  # a step on the CPU leaves compute weights as they were
+        streamed, others = ({e.group() for e in self._flat_params if e.is_streamed is kind} for kind in (True, False))
+        for group in streamed - others:  # a step on the CPU leaves compute weights as they were
             if group is not None and group.home.host:
                 group.note_step()
         return result
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the optimizer's step is running, or something else that must see only what it is lent."""
-        return self.lent is not None
+        """Whether the optimizer's step is running, or a load of its state: `optimizer.state` is overridden."""
+        return self.state_override is not None
 
     @contextmanager
-    def lending(self, state: Any) -> Iterator[None]:
-        """Within it, this is `optimizer.state`."""
-        before, self.lent = self.lent, state
+    def overriding_state(self, state: Any) -> Iterator[None]:
+        """A context in which ``state`` is `optimizer.state`."""
+        before, self.state_override = self.state_override, state
         try:
             yield
         finally:
-            self.lent = before
+            self.state_override = before
 
     def step_early(self, optimizer: Optimizer, complete: Sequence[Gradients], reduced: Reduced | None) -> Ticket | None:
-        """Step the parameters of groups whose gradients are complete. A group of which any is new is left to `step`.
+        """Step the parameters of groups whose gradients are complete, in a backward.
 
-        ``reduced``: the gradients of one group in host memory, on the device. Returns when the weights can be read.
+        A group with a gradient that no flat parameter has is left to `step`. ``reduced``: the gradients of one group in
+        host memory, on the device. Returns when the weights can be read.
         """
-        assert self.early is not None
-        ours = {gradients: self._by_gradients.get(gradients, []) for gradients in complete}
-        for gradients, found in list(ours.items()):
-            if not self._stepped.isdisjoint(found):
-                self._again = gradients.params[0].name
-                del ours[gradients]
-        if not self._is_known(optimizer) or not (self._outdated or self._agrees()):
+        assert self.early_step is not None
+        by_gradients = {gradients: self._by_gradients.get(gradients, []) for gradients in complete}
+        for gradients, flat_params in list(by_gradients.items()):
+            if not self._stepped_early.isdisjoint(flat_params):
+                self._late_parameter = gradients.params[0].name
+                del by_gradients[gradients]
+        if not self._is_current(optimizer) or not self._public_is_unchanged():
             return None
-        mine: list[FlatParam] = []
-        with _torch.PlainAttributes():  # who reads gradients otherwise waits for all reduces
-            for gradients, found in ours.items():
-                known = {id(parameter) for each in found for parameter in each.parameters}
-                having = (param.sharded for param in gradients.params if param.sharded.grad is not None)
-                if all(id(parameter) in known for parameter in having) and self._attach(found):
-                    mine += found
-        if not mine:
+        ready: list[FlatParam] = []
+        with _torch.PlainAttributes():  # reading gradients otherwise waits for all reduces
+            for gradients, flat_params in by_gradients.items():
+                known = {id(parameter) for each in flat_params for parameter in each.parameters}
+                with_grad = (param.sharded for param in gradients.params if param.sharded.grad is not None)
+                if all(id(parameter) in known for parameter in with_grad) and self._attach(flat_params):
+                    ready += flat_params
+        if not ready:
             return None
-        beside, base = [()] * len(optimizer.param_groups), functools.partial(self.early, optimizer)
-        _, ticket = self._run(optimizer, mine, beside, base, reduced)
-        self._stepped.update(mine)
+        others, base = [()] * len(optimizer.param_groups), functools.partial(self.early_step, optimizer)
+        _, ticket = self._run(optimizer, ready, others, base, reduced)
+        self._stepped_early.update(ready)
         with _torch.PlainAttributes():
-            for parameter in (parameter for each in mine for parameter in each.parameters):
+            for parameter in (parameter for each in ready for parameter in each.parameters):
                 parameter.grad = None
             for gradients in complete:
                 gradients.main_grads.rest()
@@ -141,57 +142,61 @@ class LocalStep:
     def _run(
         self,
         optimizer: Optimizer,
-        mine: Sequence[FlatParam],
-        beside: Sequence[Sequence[Any]],
+        flat_params: Sequence[FlatParam],
+        others: Sequence[Sequence[Any]],
         base: Callable[[], Any],
         reduced: Reduced | None = None,
     ) -> tuple[Any, Ticket]:
-        """Step flat parameters, and others ``beside`` them. Returns the result, and when weights can be read."""
-        streamed = [each for each in mine if each.is_streamed]
+        """Step flat parameters, and the ``others`` of each group. Returns the result, and when weights can be read."""
+        streamed = [each for each in flat_params if each.is_streamed]
         result, ticket = None, DONE
         try:
-            if len(streamed) < len(mine) or any(beside) or not mine:
-                result = self._run_here(optimizer, [each for each in mine if not each.is_streamed], beside, base)
+            if len(streamed) < len(flat_params) or any(others) or not flat_params:
+                result = self._run_unstreamed(optimizer, [e for e in flat_params if not e.is_streamed], others, base)
             if streamed:
-                self._outdated, split = True, SplitStep(optimizer, base)
-                ticket = self._streamed.step(streamed, self.flat_state, split, self.lending, self.uncast, reduced)
+                self._public_is_outdated, split = True, SplitStep(optimizer, base)
+                ticket = self._streamed.step(
+                    streamed, self.flat_state, split, self.overriding_state, self.uncast, reduced
+                )
                 split.close()
         finally:
-            for each in mine:
+            for each in flat_params:
                 each.tensor.grad = None  # so that `zero_grad` frees the gradients at once
         return result, ticket
 
-    def _run_here(
-        self, optimizer: Optimizer, mine: Sequence[FlatParam], beside: Sequence[Sequence[Any]], base: Callable[[], Any]
+    def _run_unstreamed(
+        self,
+        optimizer: Optimizer,
+        flat_params: Sequence[FlatParam],
+        others: Sequence[Sequence[Any]],
+        base: Callable[[], Any],
     ) -> Any:
-        """Replace the optimizer's parameters by flat ones for a step; other parameters stay."""
+        """Step flat parameters, each as a whole, in place of the parameters of the optimizer, and the ``others``."""
         groups = optimizer.param_groups
-        tensors = [[each for each in others if not isinstance(each, DTensor)] for others in beside]
-        for each in mine:
+        tensors = [[each for each in params if not isinstance(each, DTensor)] for params in others]
+        for each in flat_params:
             tensors[each.number].append(each.tensor)
         # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
-        dtensors = [[each for each in others if isinstance(each, DTensor)] for others in beside]
-        lent = [{**group, "params": plain or others} for group, plain, others in zip(groups, tensors, dtensors)]
-        more = [
-            {**group, "params": others} for group, plain, others in zip(groups, tensors, dtensors) if plain and others
-        ]
-        optimizer.param_groups = [*lent, *more]
-        self._outdated = True
+        dtensors = [[each for each in params if isinstance(each, DTensor)] for params in others]
+        triples = list(zip(groups, tensors, dtensors))
+        flat_groups = [{**group, "params": plain or others} for group, plain, others in triples]
+        more = [{**group, "params": others} for group, plain, others in triples if plain and others]
+        optimizer.param_groups = [*flat_groups, *more]
+        self._public_is_outdated = True
         try:
-            with self.lending(self.flat_state):
+            with self.overriding_state(self.flat_state):
                 return base()
         finally:
             optimizer.param_groups = groups
-            for group, was_lent in zip(groups, lent):
-                was_lent["params"] = group["params"]
-                group.update(was_lent)  # some optimizers count in their parameter groups
+            for group, stepped in zip(groups, flat_groups):
+                group.update({**stepped, "params": group["params"]})  # some optimizers count in their parameter groups
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, also those of other groups."""
         self.give_up_broken()
-        self._stepped.clear()  # by a backward that was given up, if any
+        self._stepped_early.clear()  # by a backward that was given up, if any
         self._streamed.join()
-        self._again = None
+        self._late_parameter = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*[each.group() for each in self._flat_params], *others]):
                 if group is not None:
@@ -199,7 +204,7 @@ class LocalStep:
 
     def give_up_broken(self) -> None:
         """Wait for what is still stepped of a backward that an exception has broken off."""
-        groups = [each.group() for each in self._flat_params] if self.early is not None else []
+        groups = [each.group() for each in self._flat_params] if self.early_step is not None else []
         units = [unit_with(group) for group in groups if group is not None]
         for root in dict.fromkeys(unit.root for unit in units if unit is not None):
             if root is not None:
@@ -207,109 +212,118 @@ class LocalStep:
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""
-        if self.lent is not None:
-            return self.lent
-        outer = optimizer.__dict__["state"]
-        if outer is not self._outer:
+        if self.state_override is not None:
+            return self.state_override
+        state = optimizer.__dict__["state"]
+        if state is not self._public:
             self._flat_params, self._generation, self.flat_state = [], -1, defaultdict(dict)
-            self._outer, self._outdated = outer, False
-        if self._outdated:
+            self._public, self._public_is_outdated = state, False
+        if self._public_is_outdated:
             self._streamed.synchronize()
-            kinds, known = self._kinds(), len(outer)
+            elementwise, count = self._elementwise(), len(state)
             for each in self._flat_params:
                 if each.tensor in self.flat_state:
-                    each.write_state(self.flat_state[each.tensor], kinds, outer)
-            for key, value in self.flat_state.items():  # parameters that are not sharded, and what is of none
+                    each.write_state(self.flat_state[each.tensor], elementwise, state)
+            for key, value in self.flat_state.items():  # unsharded parameters, and entries that belong to no parameter
                 if id(key) not in self._sharded:
-                    outer[key] = value
-            if len(outer) != known:
-                # Flat parameters lie in another order on each rank, and the state is gathered in the order of its keys.
-                order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
-                for key in dict.fromkeys([*order, *outer]):
-                    outer[key] = outer.pop(key)
-            self._outdated = False
-        return outer
+                    state[key] = value
+            if len(state) != count:
+                # Flat parameters have another order on each rank, and the state is gathered in the order of its keys.
+                order = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+                for key in dict.fromkeys([*order, *state]):
+                    state[key] = state.pop(key)
+            self._public_is_outdated = False
+        return state
 
     def settle(self) -> bool:
         """Detect changes of the state now, because a captured step cannot. Returns whether there are none."""
-        self._outdated = self._outdated or (self._generation >= 0 and self._agrees())
-        return self._outdated
+        self._public_is_outdated |= self._generation >= 0 and self._public_is_unchanged()
+        return self._public_is_outdated
 
-    def _is_known(self, optimizer: Optimizer) -> bool:
+    def _is_current(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has the parameters and the state from which the flat parameters were created."""
-        is_known = optimizer.__dict__["state"] is self._outer and self._generation == generation()
-        return is_known and _ids(optimizer) == self._ids
+        is_same = optimizer.__dict__["state"] is self._public and self._generation == generation()
+        return is_same and _ids(optimizer) == self._ids
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
-        for each in flat_params:
-            if not each.attach_gradient(self.uncast or each.is_streamed):  # what is streamed is cast piece by piece
-                return False
-        return True
+        """Set the gradients of flat parameters; False if those of one have changed since it was created."""
+        # Gradients of streamed parameters are cast piece by piece.
+        return all(each.attach_gradient(self.uncast or each.is_streamed) for each in flat_params)
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
-        if not self._is_known(optimizer) or any(_torch.grad_of(parameter) is not None for parameter in self._absent):
+        if not self._is_current(optimizer) or any(_torch.grad_of(each) is not None for each in self._without_grad):
             return False
         if not self._attach([each for each in self._flat_params if each not in stepped]):
             return False
-        return self._outdated or self._agrees()
+        return self._public_is_unchanged()
 
-    def _agrees(self) -> bool:
-        """Whether the public state that was read has not been changed."""
-        kinds = self._kinds()
-        if not all(e.matches_state(self.flat_state.get(e.tensor, {}), kinds, self._outer) for e in self._flat_params):
+    def _public_is_unchanged(self) -> bool:
+        """Whether users have not changed the public state: none have read it since a step, or it is as it was then."""
+        if self._public_is_outdated:
+            return True
+        kinds, flat_state = self._elementwise(), self.flat_state
+        if not all(e.matches_state(flat_state.get(e.tensor, {}), kinds, self._public) for e in self._flat_params):
             return False
-        rest = {id(key): key for key in self._outer if id(key) not in self._sharded}
-        mine = {id(key) for key in self.flat_state if id(key) not in self._sharded}
-        return rest.keys() == mine and all(self._outer[key] is self.flat_state[key] for key in rest.values())
+        public, own = (
+            {id(key): value for key, value in state.items() if id(key) not in self._sharded}
+            for state in (self._public, flat_state)
+        )
+        return public.keys() == own.keys() and all(value is own[key] for key, value in public.items())
 
-    def _kinds(self) -> dict[Any, bool]:
+    def _elementwise(self) -> dict[Any, bool]:
         """Per name in the state, whether it has a number for each element. One parameter alone cannot always tell."""
-        kinds: dict[Any, bool] = {}
+        elementwise: dict[Any, bool] = {}
         for each in self._flat_params:
             for key, value in self.flat_state.get(each.tensor, {}).items():
                 # Numbers, or None, may be in place of tensors in parameter groups with other options.
                 same = key != "step" and all(held.shape == each.tensor.shape for held in tensors_in(value))
-                kinds[key] = kinds.get(key, True) and (same or key in self.rowwise)
-        return kinds
+                elementwise[key] = elementwise.get(key, True) and (same or key in self.rowwise)
+        return elementwise
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Create flat parameters, and fill their state from the public one."""
-        outer = self.public_state(optimizer)
-        _cut_as_parameters(optimizer.param_groups, outer)
+        state, groups = self.public_state(optimizer), optimizer.param_groups
+        _cut_as_parameters(groups, state)
         refuse_replaced(optimizer)
-        self._flat_params, self._absent, self._others = make_flat_params(optimizer.param_groups, outer, self.flat)
+        self._flat_params, self._without_grad, self._unsharded = make_flat_params(groups, state, self.flat)
         self._generation, self._ids = generation(), _ids(optimizer)
         self.flat_state = defaultdict(dict)
-        self._sharded = set(map(id, self._absent))
+        self._sharded = set(map(id, self._without_grad))
         self._by_gradients.clear()
         for each in self._flat_params:
             group = each.group()
             assert group is not None
             self._by_gradients.setdefault(group.gradients, []).append(each)
-            each.is_streamed = self._streams(group.home, optimizer.param_groups[each.number])
+            each.is_streamed = self._streams(group.home, groups[each.number])
             self._sharded.update(map(id, (each.tensor, *each.parameters)))
             if self.rowwise:
                 require_rows(each.parameters[0])
-                cut_entries(each.parameters[0], outer.get(each.parameters[0], {}))
-            taken, kinds = each.join_state(outer)
+                cut_entries(each.parameters[0], state.get(each.parameters[0], {}))
+            joined, elementwise = each.join_state(state)
             if each.is_streamed:
                 home = state_home(group.home)
-                taken = {key: home.keep(value) if kinds[key] else value for key, value in taken.items()}
-            if taken:
-                self.flat_state[each.tensor] = taken
-                each.write_state(taken, kinds, outer)  # views take the place of what was joined, which is freed
+                joined = {key: home.keep(value) if elementwise[key] else value for key, value in joined.items()}
+            if joined:
+                self.flat_state[each.tensor] = joined
+                each.write_state(joined, elementwise, state)  # views replace the tensors that were joined
             if not self._attach([each]):
                 raise AssertionError("a flat parameter was made that does not fit its gradients")
-        self.flat_state.update({key: value for key, value in outer.items() if id(key) not in self._sharded})
-        groups = {each.group() for each in self._flat_params}
-        if not self.flat_state and any(group is not None and group.gradients.main_grads.is_apart for group in groups):
+        self.flat_state.update({key: value for key, value in state.items() if id(key) not in self._sharded})
+        is_apart = any(gradients.main_grads.is_apart for gradients in self._by_gradients)
+        if is_apart and not self.flat_state:
             torch.cuda.empty_cache()  # else the state, which is about to be made, splits what the next forward needs
-        streamed = {each.group() for each in self._flat_params if each.is_streamed}
+        if self.early_step is not None:
+            self._take_over(optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """From now on, backwards step the flat parameters for this optimizer."""
+        global _takeovers
         on_final = functools.partial(_step_early, weakref.ref(optimizer))
-        for group in groups if self.early is not None else ():
+        streamed = {each.group() for each in self._flat_params if each.is_streamed}
+        for group in {each.group() for each in self._flat_params}:
             if group is not None and not group.borrowers:  # a unit elsewhere may add to the gradients of others
-                _note_takeover(optimizer, group)
+                _takeovers += early_optimizer(group) is not optimizer
                 group.gradients.on_final, group.gradients.is_streamed = on_final, group in streamed
 
     def _streams(self, home: Home, options: dict[str, Any]) -> bool:
@@ -317,10 +331,10 @@ class LocalStep:
         if self.offloads or not home.host:
             return bool(self.offloads)
         if self.offloads is False or not (self.flat or self.rowwise):
-            return self.early is not None
+            return self.early_step is not None
         # The CPU steps fused optimizers faster than the bus carries their state and gradients; but not beside a
         # backward, and not if the gradients are on the device.
-        return self.early is not None or home.device_grad_bytes > 0 or not options.get("fused")
+        return self.early_step is not None or home.device_grad_bytes > 0 or not options.get("fused")
 
 
 def _ids(optimizer: Optimizer) -> list[list[int]]:
@@ -330,14 +344,14 @@ def _ids(optimizer: Optimizer) -> list[list[int]]:
 def _step_early(
     optimizer: weakref.ref[Optimizer], complete: Sequence[Gradients], reduced: Reduced | None
 ) -> Ticket | None:
-    """The gradients of some groups are complete."""
-    known = optimizer()
-    if known is None:
+    """`LocalStep.step_early` of an optimizer, while it exists."""
+    target = optimizer()
+    if target is None:
         for gradients in complete:
             gradients.on_final = None
         return None
-    stepper: LocalStep = known.__dict__[STEPPER]
-    return stepper.step_early(known, complete, reduced)
+    stepper: LocalStep = target.__dict__[STEPPER]
+    return stepper.step_early(target, complete, reduced)
 
 
 def takeovers() -> int:
@@ -345,35 +359,28 @@ def takeovers() -> int:
     return _takeovers
 
 
-def _note_takeover(optimizer: Optimizer, group: ParamGroup) -> None:
-    global _takeovers
-    _takeovers += stepped_for(group) is not optimizer
-
-
-def stepped_for(group: ParamGroup | None) -> Optimizer | None:
-    """The optimizer for which backwards step the parameters of a group, while it exists."""
+def early_optimizer(group: ParamGroup | None) -> Optimizer | None:
+    """The optimizer whose parameters in a group are stepped in backwards, while it exists."""
     on_final: Any = None if group is None else group.gradients.on_final
-    found: Optimizer | None = None if on_final is None else on_final.args[0]()
-    return found
+    optimizer: Optimizer | None = None if on_final is None else on_final.args[0]()
+    return optimizer
 
 
-def stepped_for_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
-    """Parameters of an optimizer that backwards step for another one that has them too, and their groups.
+def stepped_early_by_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
+    """Parameters of an optimizer that backwards step for another optimizer that has them too, and their groups.
 
-    Not for one that it wraps, such as those of a `CombinedOptimizer`: they have the same dicts as parameter groups.
+    An optimizer that it wraps, as a `CombinedOptimizer` does, is no other one: it has the same parameter groups.
     """
-    found, held = [], dict[Optimizer, set[int]]()
-    listed = [(each, parameter) for each in optimizer.param_groups for parameter in each["params"]]
-    for options, parameter in listed:
-        group = group_of(parameter)
-        other = stepped_for(group)
-        if group is None or other is None or other is optimizer:
-            continue
-        if other not in held:
-            held[other] = {number for numbers in _ids(other) for number in numbers}
-            held[other].update(map(id, other.param_groups))
-        if id(parameter) in held[other] and id(options) not in held[other]:
-            found.append((parameter, group))
+    ids_of = functools.cache(lambda other: {*itertools.chain(*_ids(other)), *map(id, other.param_groups)})
+    found = []
+    for options in optimizer.param_groups:
+        for parameter in options["params"]:
+            group = group_of(parameter)
+            other = early_optimizer(group)
+            if group is None or other in (None, optimizer):
+                continue
+            if id(parameter) in ids_of(other) and id(options) not in ids_of(other):
+                found.append((parameter, group))
     return found
 
 

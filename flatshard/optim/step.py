@@ -25,7 +25,14 @@ from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOpt
 from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, evaluated
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_for_others, takeovers, wrap_scalars
+from flatshard.optim.local_step import (
+    STEPPER,
+    LocalStep,
+    refuse_replaced,
+    stepped_early_by_others,
+    takeovers,
+    wrap_scalars,
+)
 from flatshard.optim.unsharded import warn_of_unsharded
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
@@ -123,7 +130,7 @@ def fully_shard_optimizer(
         local = known.local if isinstance(known, WholeStep) else known
         others = {
             "`whole`, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
-            "in_backward": in_backward and local.early is None,
+            "in_backward": in_backward and local.early_step is None,
             "offload_state": offload_state not in (None, local.offloads),
         }
         for name in [name for name, is_other in others.items() if is_other]:
@@ -135,7 +142,7 @@ def fully_shard_optimizer(
         return optimizer
     stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
-        stepper.early = _plain_step(type(optimizer))
+        stepper.early_step = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.give_up_broken())
@@ -236,7 +243,7 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
         optimizer.state = state
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
-    for _, group in stepped_for_others(optimizer):  # by an optimizer that this one replaces, and that still exists
+    for _, group in stepped_early_by_others(optimizer):  # by an optimizer that this one replaces, and that still exists
         group.gradients.on_final = None
     return optimizer
 
@@ -324,13 +331,13 @@ class FSDPWhole(FSDPOptimizer):
                 f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
                 "optimizer itself to flatshard.checkpoint.save"
             )
-        with stepper.local.lending(stepper.saved_state(self)):
+        with stepper.local.overriding_state(stepper.saved_state(self)):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the optimizer's own, which may read and change what it has loaded: it sees all of it."""
         loaded: defaultdict[Any, Any] = defaultdict(dict)  # by parameter, with the same entries on all ranks
-        with _stepper_of(self).local.lending(loaded):
+        with _stepper_of(self).local.overriding_state(loaded):
             super().load_state_dict(state_dict)
         self.state = loaded
 
@@ -455,7 +462,7 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
 
 def _refuse_stepped(optimizer: Optimizer) -> None:
     """Raise if backwards step parameters of the optimizer for another one: their gradients are gone."""
-    for parameter, _ in stepped_for_others(optimizer):
+    for parameter, _ in stepped_early_by_others(optimizer):
         name, owner = parameter.__dict__.get(OWNER, ("a parameter", "the model"))
         raise RuntimeError(
             f"'{name}' of {owner} is stepped by the backward, for another optimizer that has in_backward=True, so this "

@@ -29,7 +29,7 @@ PIECE = 1 << 24  # elements of a tensor that are stepped at a time
 _SLOTS = 3  # pieces on the device: one arrives, one is stepped, one leaves
 _GROUPS = 2  # groups whose gradients wait for their step while the backward goes on
 Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-Lending: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+OverridingState: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 
 
 class _Slot:
@@ -112,7 +112,7 @@ class StreamedStep:
         flat_params: Sequence[FlatParam],
         states: Mapping[Any, State],
         split: SplitStep,
-        lending: Lending,
+        overriding_state: OverridingState,
         uncast: bool,
         reduced: Reduced | None = None,
     ) -> Ticket:
@@ -120,7 +120,7 @@ class StreamedStep:
 
         ``reduced``: those, of a group whose backward is running.
 
-        ``lending(state)``: a context in which this is the state of the optimizer.
+        ``overriding_state(state)``: a context in which this is the state of the optimizer.
         Returns a ticket after which their weights can be read; waiting for it blocks the host if they are there.
         """
         tickets: list[Ticket] = []
@@ -138,7 +138,7 @@ class StreamedStep:
             for each in mine:
                 piece = _Piece(each, group, states[each.tensor], split, uncast, ready)
                 for cut in each.cuts(PIECE):
-                    stream.run(piece.given(cut), functools.partial(piece.step, cut, lending))
+                    stream.run(piece.given(cut), functools.partial(piece.step, cut, overriding_state))
             stream.keep([ready, *(each.tensor.grad for each in mine)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
@@ -197,10 +197,10 @@ class _Piece:
                 found.append(cut(self._gradient))
         return found
 
-    def step(self, cut: Cut, lending: Lending, arrived: Sequence[torch.Tensor]) -> Pairs:
+    def step(self, cut: Cut, overriding_state: OverridingState, arrived: Sequence[torch.Tensor]) -> Pairs:
         parameter, entries = self._parameter(cut, arrived)
         lent: defaultdict[Any, State] = defaultdict(dict, {parameter: entries} if entries else {})
-        with lending(lent), self._split.with_params([(self._of.number, parameter)]) as step:
+        with overriding_state(lent), self._split.with_params([(self._of.number, parameter)]) as step:
             self._split.result = step()
         return self._results(cut, parameter, lent[parameter])
 

@@ -265,7 +265,7 @@ class WholeStep:
             missed = {each.number for each in self.matrices if each.number is not None} - split.after.keys()
             if not missed:
                 return
-        with self.local.lending(self.state), split.with_params(params, missed) as step:
+        with self.local.overriding_state(self.state), split.with_params(params, missed) as step:
             split.result = step()
 
     def free_gradients(self) -> None:
@@ -324,15 +324,15 @@ class WholeStep:
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
         """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
 
-        After it, what `LocalStep.lending` was given has all of it, by parameter.
+        After it, what `LocalStep.overriding_state` was given has all of it, by parameter.
         """
-        loaded = self.local.lent
+        loaded = self.local.state_override
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
         found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
             self.check(parameter, state[parameter])
             found.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
-        with self.local.lending(found):
+        with self.local.overriding_state(found):
             yield found
         together = {
             p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
@@ -357,7 +357,7 @@ class WholeStep:
                 mine = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
                 if mine:
                     self.state[each.tensor] = mine
-        with self.local.lending(defaultdict(dict, {**rest, **self.state})):
+        with self.local.overriding_state(defaultdict(dict, {**rest, **self.state})):
             yield defaultdict(dict, rest)
 
     def check(self, parameter: torch.Tensor, keys: Iterable[Any]) -> None:

@@ -299,7 +299,7 @@ def _written(rank, world):
                 model(torch.ones(2, 6)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
             if failing == "optimizer":
-                patch.setattr(optimizer.__dict__[STEPPER], "early", _fail)
+                patch.setattr(optimizer.__dict__[STEPPER], "early_step", _fail)
             hidden = model[0](torch.ones(2, 6))
             if failing != "optimizer":
                 hidden.register_hook(_fail)
