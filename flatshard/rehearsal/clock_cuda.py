@@ -26,13 +26,12 @@ from flatshard.rehearsal.torch_private import compile_kernel, cuda, current_devi
 from flatshard.rehearsal.transfer import Pairs, Transfer, TransferWork
 
 _MAX_SEGMENTS = 120  # 2.9 KiB with the header; every driver accepts 4 KiB of kernel arguments
-_CALL = [struct.Struct(f"<{8 + 3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]
+_CALL = [struct.Struct(f"<4Q2IQfIQ{3 * segments}Q") for segments in range(_MAX_SEGMENTS + 1)]  # struct Call, below
 _THREADS = 512
 _MAX_BLOCKS = 32
 _BYTES_PER_BLOCK = 1 << 18
 _AT_ONCE = 4
 _GATES = 1024  # far more than the collectives that run at the same time
-_ONE = 0x3F800000  # the bits of 1.0, by far the most frequent scale
 _data_ptr = torch.Tensor.data_ptr
 _COPY, _SCALE_FLOAT32, _SCALE_BFLOAT16 = 0, 1, 2
 _SCALED_IN_KERNEL = {torch.float32: _SCALE_FLOAT32, torch.bfloat16: _SCALE_BFLOAT16}
@@ -279,13 +278,12 @@ class CudaClock:
         return CudaWork(transfer, event, stream, link)
 
     def _launch(self, transfer: Transfer, pairs: Pairs, sizes: list[int], seconds: float, stream: int) -> None:
-        fold, slots, scale = transfer.fold, transfer.slots, transfer.scale
+        slots, scale = transfer.slots, transfer.scale
         fields = [0] * (3 * len(pairs))
         fields[2::3] = sizes
         for at, tensors in enumerate(zip(*pairs)):  # the destinations, then the sources
             fields[at::3] = map(_data_ptr, tensors)
         arithmetic = _COPY if scale == 1.0 else _SCALED_IN_KERNEL.get(pairs[0][0].dtype, _COPY)
-        # struct Call; its 32-bit fields are packed in pairs
         _CALL[len(pairs)].pack_into(
             self._arguments,
             0,
@@ -293,9 +291,11 @@ class CudaClock:
             int(seconds * 1e9),
             0,
             slots,
-            transfer.own | fold << 32,
+            transfer.own,
+            transfer.fold,
             arithmetic,
-            _float_bits(scale) | len(pairs) << 32,
+            scale,
+            len(pairs),
             next(self._link.gates),
             *fields,
         )
@@ -310,7 +310,3 @@ class CudaClock:
     def close(self) -> None:
         """Wait for all launches."""
         self._stream.synchronize()
-
-
-def _float_bits(value: float) -> int:
-    return _ONE if value == 1.0 else int.from_bytes(struct.pack("<f", value), "little")
