@@ -27,22 +27,8 @@ _ALIGN = 16  # bytes
 _GRANULE = 2 << 20
 
 
-def _node_number() -> int:
-    """A number that is the same for ranks on the same machine."""
-    return _number(socket.gethostname())
-
-
-def _device_number(device: torch.device) -> int:
-    """A number that is the same for ranks on the same GPU."""
-    return _number(str(torch.cuda.get_device_properties(device).uuid))
-
-
-def _may_share_devices() -> bool:
-    """Whether the user allows symmetric memory for ranks that share a GPU."""
-    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-
-
 def _number(name: str) -> int:
+    """A number for a machine or a GPU, which a tensor can hold."""
     return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
 
 
@@ -55,12 +41,14 @@ def see_peers(lane: Lane, groups: Sequence[ProcessGroup]) -> bool:
     others = [group for group in groups if group.size() > 1]
     for group in others:
         if lane.backend_in(group) not in IMAGINED:
-            mine = torch.tensor([_node_number(), _device_number(lane.device)], device=lane.device)
-            all_of = mine.new_empty(2 * group.size())  # flat, because Gloo requires as many dims as the input has
-            lane.all_gather(group, [all_of], [mine], after=(lane.mark(),), name="nodes").wait()
-            nodes, devices = all_of.view(-1, 2).T.tolist()
+            gpu = str(torch.cuda.get_device_properties(lane.device).uuid)
+            own = torch.tensor([_number(socket.gethostname()), _number(gpu)], device=lane.device)
+            numbers = own.new_empty(2 * group.size())  # flat, because Gloo requires as many dims as the input has
+            lane.all_gather(group, [numbers], [own], after=(lane.mark(),), name="nodes").wait()
+            nodes, devices = numbers.view(-1, 2).T.tolist()
             if len(set(nodes)) == 1:
-                if len(set(devices)) < len(devices) and not _may_share_devices():
+                may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+                if len(set(devices)) < len(devices) and not may_share:
                     raise ValueError(
                         f"WirePolicy(peers=True): several of the ranks {dist.get_process_group_ranks(group)} use the "
                         "same GPU; call torch.cuda.set_device(LOCAL_RANK) before fully_shard"
@@ -75,7 +63,7 @@ class Peers:
     def __init__(self, group: ProcessGroup, stream: torch.cuda.Stream) -> None:
         self.group, self._stream = group, stream
         self._memory: torch.Tensor | None = None
-        self._seen: Any = None
+        self._handle: Any = None
         self._in_graphs: list[tuple[Any, torch.Tensor]] = []  # workspaces that replays of CUDA graphs may use
 
     def __del__(self) -> None:
@@ -88,10 +76,12 @@ class Peers:
             if self._memory is not None:
                 self._stream.synchronize()
             self._memory = _torch.symmetric_memory(-(-numbytes // _GRANULE) * _GRANULE, self._stream.device)
-            self._seen = _torch.rendezvous(self._memory, self.group)
-        elif torch.cuda.is_current_stream_capturing() and all(seen is not self._seen for seen, _ in self._in_graphs):
-            self._in_graphs.append((self._seen, self._memory))
-        return self._seen
+            self._handle = _torch.rendezvous(self._memory, self.group)
+        elif torch.cuda.is_current_stream_capturing() and all(
+            handle is not self._handle for handle, _ in self._in_graphs
+        ):
+            self._in_graphs.append((self._handle, self._memory))
+        return self._handle
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> PeerGather:
         return PeerGather(self, outputs, inputs)
@@ -105,16 +95,16 @@ class Peers:
         """Reduce each input over the ranks into this rank's piece of it, on the current stream."""
         world, rank = self.group.size(), self.group.rank()
         places, total = _places(inputs)
-        seen = self.workspace(total)
+        handle = self.workspace(total)
         pieces = [tensor.view(world, -1) for tensor in inputs]
-        seen.barrier()  # all ranks have finished the last sums, so the workspaces can be overwritten
+        handle.barrier()  # all ranks have finished the last sums, so the workspaces can be overwritten
         for peer in _from(rank, world):
             for piece, place in zip(pieces, places):
-                there = seen.get_buffer(peer, piece[peer].shape, piece.dtype, place + rank * piece.shape[1])
-                there.copy_(piece[peer])
-        seen.barrier()
+                target = handle.get_buffer(peer, piece[peer].shape, piece.dtype, place + rank * piece.shape[1])
+                target.copy_(piece[peer])
+        handle.barrier()
         for out, piece, place in zip(outputs, pieces, places):
-            out.copy_(reduction(seen.get_buffer(rank, piece.shape, piece.dtype, place), 0))
+            out.copy_(reduction(handle.get_buffer(rank, piece.shape, piece.dtype, place), 0))
 
 
 class PeerGather:
@@ -124,28 +114,28 @@ class PeerGather:
         self._peers, self._inputs = peers, inputs
         self._outputs = [tensor.view(peers.group.size(), -1).unbind() for tensor in outputs]
         self._places, self._total = _places(inputs)
-        self._seen: Any = None
-        self._shown: list[list[torch.Tensor]] = []  # for each tensor, the shards of all ranks
+        self._handle: Any = None
+        self._shards: list[list[torch.Tensor]] = []  # of all ranks in their workspaces, for each tensor
 
     def __call__(self) -> None:
         """Launch it on the current stream."""
         world, rank = self._peers.group.size(), self._peers.group.rank()
-        seen = self._peers.workspace(self._total)
-        if self._seen is not seen:
-            self._seen = seen
-            self._shown = [
-                [seen.get_buffer(peer, inp.shape, inp.dtype, place) for peer in range(world)]
+        handle = self._peers.workspace(self._total)
+        if self._handle is not handle:
+            self._handle = handle
+            self._shards = [
+                [handle.get_buffer(peer, inp.shape, inp.dtype, place) for peer in range(world)]
                 for inp, place in zip(self._inputs, self._places)
             ]
-        for inp, out, shown in zip(self._inputs, self._outputs, self._shown):
-            shown[rank].copy_(inp)
+        for inp, out, shards in zip(self._inputs, self._outputs, self._shards):
+            shards[rank].copy_(inp)
             if out[rank].data_ptr() != inp.data_ptr():
                 out[rank].copy_(inp)
-        seen.barrier()
+        handle.barrier()
         for peer in _from(rank + 1, world)[:-1]:
-            for out, shown in zip(self._outputs, self._shown):
-                out[peer].copy_(shown[peer])
-        seen.barrier()  # all ranks have read this workspace
+            for out, shards in zip(self._outputs, self._shards):
+                out[peer].copy_(shards[peer])
+        handle.barrier()  # all ranks have read this workspace
 
 
 def _from(first: int, world: int) -> list[int]:
