@@ -33,9 +33,9 @@ def numbers(value: Any, what: str, most: int = _LARGEST) -> tuple[int, ...]:
 
 def shape(value: Any, what: str) -> tuple[int, ...]:
     """``value`` as a shape; ValueError also if it has more than 2**62 elements."""
-    found = numbers(value, what)
-    number(math.prod(found), what)
-    return found
+    sizes = numbers(value, what)
+    number(math.prod(sizes), what)
+    return sizes
 
 
 def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -> tuple[Any, Any]:
@@ -43,15 +43,15 @@ def parts(boxes: Iterable[tuple[Any, Any]], shape: tuple[int, ...], name: str) -
 
     ValueError if a box reaches beyond the tensor, or if two with elements overlap.
     """
-    found = []
+    pairs = []
     for box in boxes:
         offsets, sizes = (numbers(list(each), f"a part of '{name}'") for each in box)
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"a part of '{name}' has another number of dims than the tensor")
         if any(offset + count > whole for offset, count, whole in zip(offsets, sizes, shape)):
             raise ValueError(f"a part of '{name}' reaches beyond the tensor")
-        found.append((offsets, sizes))
-    offsets, sizes = np.array(found, dtype=np.int64).reshape(len(found), 2, len(shape)).swapaxes(0, 1)
+        pairs.append((offsets, sizes))
+    offsets, sizes = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2, len(shape)).swapaxes(0, 1)
     low, high = offsets, offsets + sizes
     filled = (sizes > 0).all(axis=1)
     if not _are_disjoint(low[filled], high[filled]):

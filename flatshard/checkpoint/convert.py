@@ -156,9 +156,9 @@ def _read_own(path: Path, make: MakeTensor) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path, make: MakeTensor) -> dict[str, Any]:
-    found = find_tensors(path)
-    with Reader(found, make=make) as reader:
-        return {name: reader.whole(name) for name in found.tensors}
+    files = find_tensors(path)
+    with Reader(files, make=make) as reader:
+        return {name: reader.whole(name) for name in files.tensors}
 
 
 def _listed(tree: Any) -> Any:
@@ -176,15 +176,15 @@ def _read_torch(path: Path, make: MakeTensor) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             check_archive(file, size)
-        found = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except Exception as error:  # of many types: the file has another format, or code in it, or is too short
         raise CheckpointError(f"{path} cannot be read as a file of torch.save: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
-    for value in _torch.pytree_leaves(found):
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    for value in _torch.pytree_leaves(state):
         if isinstance(value, torch.Tensor) and value.numel() * value.element_size() > size:
             raise CheckpointError(f"{path}: a tensor of shape {tuple(value.shape)} is larger than the file")
-    return found
+    return state
 
 
 def _mapping(rename: Sequence[tuple[str, str]], names: dict[str, str]) -> Callable[[str], str]:
@@ -243,16 +243,16 @@ def _by_names(optimizer: dict[str, Any], model: dict[str, Any]) -> dict[str, Any
 
 
 def _write_own(path: Path, state: State) -> None:
-    taken = Snapshot(0)
-    taken.model = encode_tree(state.model, taken.put, "model")
+    snapshot = Snapshot(0)
+    snapshot.model = encode_tree(state.model, snapshot.put, "model")
     if state.optimizer is not None:
         optimizer = {"groups": state.optimizer["param_groups"], "state": state.optimizer["state"]}
-        taken.optimizer = encode_tree(optimizer, taken.put, "optimizer")
+        snapshot.optimizer = encode_tree(optimizer, snapshot.put, "optimizer")
     extra, only = state.rest or None, state.rest.get(_EXTRA)
     if isinstance(only, list) and only and len(state.rest) == 1:
         extra = only[0]  # as if the checkpoint were loaded on another number of ranks
-    taken.extra = encode_tree(extra, partial(taken.put, own=True), "extra/0")
-    write_snapshot(path, taken, Exchange(None))
+    snapshot.extra = encode_tree(extra, partial(snapshot.put, own=True), "extra/0")
+    write_snapshot(path, snapshot, Exchange(None))
 
 
 def _write_safetensors(path: Path, state: State) -> None:
@@ -283,9 +283,9 @@ _WRITERS: dict[Form, Callable[[Path, State], None]] = {
 def names_from(path: str | Path) -> dict[str, str]:
     """Read a dict from names to new names from a JSON file; ValueError if it is not one."""
     try:
-        found = json.loads(Path(path).read_text())
+        names = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{path} must hold one JSON object that maps old names to new names")
-    return found
+    return names

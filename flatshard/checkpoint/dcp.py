@@ -76,11 +76,11 @@ class DcpFolder:
         self._path = path
         try:
             with open_file(path / METADATA) as file:
-                found = _Unpickler(io.BytesIO(file.read())).load()
-            self._described: dict[str, Any] = dict(found.state_dict_metadata)
-            self._places: dict[str, Any] = dict(found.planner_data or {name: (name,) for name in self._described})
+                metadata = _Unpickler(io.BytesIO(file.read())).load()
+            self._described: dict[str, Any] = dict(metadata.state_dict_metadata)
+            self._places: dict[str, Any] = dict(metadata.planner_data or {name: (name,) for name in self._described})
             self._stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
-            for index, info in dict(found.storage_data).items():
+            for index, info in dict(metadata.storage_data).items():
                 given = index.__dict__.get("offset")
                 offset = None if given is None else contents.numbers(list(given), "an offset")
                 self._stored[index.fqn, offset] = info
@@ -95,7 +95,7 @@ class DcpFolder:
         """ValueError unless the index is consistent: every value has bytes of its own in an existing file."""
         if not all(isinstance(name, str) for name in self._described):
             raise ValueError("a name is not a string")
-        taken: dict[str, list[tuple[int, int]]] = {}
+        spans: dict[str, list[tuple[int, int]]] = {}
         for (name, _), info in self._stored.items():
             file, begin, length = info.relative_path, info.offset, info.length
             if not isinstance(file, str) or Path(file).name != file or "\0" in file:
@@ -104,8 +104,8 @@ class DcpFolder:
                 raise ValueError(f"'{name}' was transformed by {info.transform_descriptors}, which is not supported")
             contents.number(begin, f"the place of '{name}'")
             contents.number(length, f"the length of '{name}'")
-            taken.setdefault(file, []).append((begin, begin + length))
-        for file, ranges in taken.items():
+            spans.setdefault(file, []).append((begin, begin + length))
+        for file, ranges in spans.items():
             size = (self._path / file).stat().st_size if (self._path / file).is_file() else 0
             overlap = any(before[1] > after[0] for before, after in pairwise(sorted(ranges)))
             if overlap or max(end for _, end in ranges) > size:

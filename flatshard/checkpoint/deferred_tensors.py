@@ -165,9 +165,9 @@ class DeferredFile:
                         kept[needed] = kept[needed].clone()
                 file.flush()
                 os.fsync(file.fileno())
-            left = sorted({name for names in todo.values() for name in names})
-            if left:
-                raise RuntimeError(f"the values of {left} were not given to write()")
+            missing = sorted({name for names in todo.values() for name in names})
+            if missing:
+                raise RuntimeError(f"the values of {missing} were not given to write()")
             self._part.rename(self._path)
         finally:
             self._part.unlink(missing_ok=True)

@@ -232,19 +232,19 @@ def sums_in(metadata: Mapping[str, str]) -> Any:
 def find_tensors(folder: Path) -> TensorFiles:
     """The tensors in the safetensors files of a folder, or in one file. CheckpointError names a damaged file."""
     folder, single = (folder.parent, folder.name) if folder.is_file() else (folder, SINGLE)
-    found = TensorFiles(folder)
+    files = TensorFiles(folder)
     homes = _index(folder / INDEX) if single == SINGLE and (folder / INDEX).is_file() else {}
     names = sorted(set(homes.values())) if homes else [single]
     for name in names:
-        for key, entry in _tensors_of(found, name).items():
-            if homes.get(key, name) != name or key in found.tensors:
-                where = homes.get(key, found.tensors[key].chunks[0].file if key in found.tensors else name)
+        for key, entry in _tensors_of(files, name).items():
+            if homes.get(key, name) != name or key in files.tensors:
+                where = homes.get(key, files.tensors[key].chunks[0].file if key in files.tensors else name)
                 raise CheckpointError(f"{folder / name} has '{key}', which belongs to {where}: files are mixed up")
-            found.tensors[key] = entry
-    missing = next((key for key in homes if key not in found.tensors), None)
+            files.tensors[key] = entry
+    missing = next((key for key in homes if key not in files.tensors), None)
     if missing is not None:
         raise CheckpointError(f"{folder / homes[missing]} does not have '{missing}', although {INDEX} lists it there")
-    return found
+    return files
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -271,9 +271,9 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged, or is not {what}") from error
 
 
-def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
+def _tensors_of(files: TensorFiles, name: str) -> dict[str, TensorEntry]:
     """The tensors of one file, from its header; CheckpointError if the header is inconsistent."""
-    path = found.folder / name
+    path = files.folder / name
     with reading(path, "a safetensors file"):
         size = path.stat().st_size
         with open_file(path) as file:
@@ -296,7 +296,7 @@ def _tensors_of(found: TensorFiles, name: str) -> dict[str, TensorEntry]:
                     f"its checksum. If the file is right, remove {_CHECK} from its metadata"
                 )
             entries = with_sums(entries, sums, block)
-        found.files[name] = file_facts(size, start + text)
+        files.files[name] = file_facts(size, start + text)
         return entries
 
 

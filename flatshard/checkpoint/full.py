@@ -31,11 +31,11 @@ _LARGE = 1 << 20  # bytes; the time to gather such a tensor depends on its size,
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a model's state dict. Tied tensors are included once, under their first name."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), (name, value))
-    return dict(found.values())
+            named.setdefault(id(value), (name, value))
+    return dict(named.values())
 
 
 def iter_full_tensors(
@@ -107,20 +107,20 @@ def _buckets(
     tensors: dict[str, torch.Tensor], limit: int, dtype: torch.dtype | None
 ) -> list[tuple[dict[str, TensorEntry], tuple[int, ...]]]:
     """Consecutive tensors that are gathered together, with the mesh axes that they are sharded over."""
-    found: list[tuple[dict[str, TensorEntry], tuple[int, ...]]] = []
-    kind: Any = None
+    buckets: list[tuple[dict[str, TensorEntry], tuple[int, ...]]] = []
+    current: Any = None
     size = 0
     for name, tensor in tensors.items():
         entry = TensorEntry(cast_dtype(tensor, dtype), tuple(tensor.shape))
         placements = tensor.placements if isinstance(tensor, DTensor) else ()
         axes = tuple(axis for axis, placement in enumerate(placements) if not isinstance(placement, Replicate))
-        mine = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
-        if mine != kind or size + aligned(entry) > limit:
-            found.append(({}, axes))
-            kind, size = mine, 0
-        found[-1][0][name] = entry
+        own = (axes, tensor.device_mesh if isinstance(tensor, DTensor) and axes else None)
+        if own != current or size + aligned(entry) > limit:
+            buckets.append(({}, axes))
+            current, size = own, 0
+        buckets[-1][0][name] = entry
         size += aligned(entry)
-    return found
+    return buckets
 
 
 def _gathered(

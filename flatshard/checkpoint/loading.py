@@ -76,16 +76,16 @@ def put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
 
 def stage_model(reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any]:
     """Read this rank's shards of a model's state. CheckpointError names the tensors that do not fit the model."""
-    here, source = model.state_dict(keep_vars=True), reader.source
-    rename = renaming([name for name, _ in source.model["dict"]], here)
+    wanted, source = model.state_dict(keep_vars=True), reader.source
+    rename = renaming([name for name, _ in source.model["dict"]], wanted)
     saved: dict[str, Any] = {rename(name): tree for name, tree in source.model["dict"]}
     tied: dict[int, list[str]] = defaultdict(list)
-    for name, value in here.items():
+    for name, value in wanted.items():
         tied[id(value)].append(name)
-    problems, found = [], {}
+    problems, weights = [], {}
     read: dict[tuple[int, str], torch.Tensor] = {}  # id of the model's tensor, key -> local shard
     firsts: dict[int, tuple[str, torch.Tensor]] = {}  # id of the model's tensor -> its first name, local shard
-    for name, value in here.items():
+    for name, value in wanted.items():
         names = [name, *tied[id(value)]]  # a tied weight may have been saved under one of its names only
         stored = next((other for other in names if other in saved), None)
         if stored is None:
@@ -94,7 +94,7 @@ def stage_model(reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any
             continue
         tree = saved[stored]
         if not isinstance(value, torch.Tensor):
-            found[name] = decode_tree(tree, reader.whole)
+            weights[name] = decode_tree(tree, reader.whole)
             continue
         key: Any = tree.get("tensor") if isinstance(tree, dict) else None
         problem = "is not a tensor in the checkpoint" if key is None else _misfit(source.tensors[key], value)
@@ -108,14 +108,14 @@ def stage_model(reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any
             if other is not local and not torch.equal(other, local):
                 problems.append(f"'{name}' is tied to '{first}' in the model, but differs from it in the checkpoint")
             local = local.to(value.device_mesh.device_type) if isinstance(value, DTensor) and value.is_meta else local
-            found[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
+            weights[name] = _torch.like_dtensor(value, local) if isinstance(value, DTensor) else local
     if strict:
-        problems += [f"'{name}' is not in the model" for name in saved if name not in here]
+        problems += [f"'{name}' is not in the model" for name in saved if name not in wanted]
     if problems:
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         advice = " (strict=False ignores missing names)" if any("' is not in the " in each for each in problems) else ""
         raise CheckpointError(f"{source.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{advice}")
-    return found
+    return weights
 
 
 def _misfit(entry: TensorEntry, value: torch.Tensor) -> str | None:
@@ -150,17 +150,17 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
     owned_of, devices = owner_of_entries(optimizer), state_devices(optimizer)
     state: dict[Any, Any] = defaultdict(dict)
     named = names_by_group(model, optimizer)
-    for number, (theirs, ours, mine) in enumerate(zip(groups, optimizer.param_groups, named)):
-        odd = set(mine) ^ {rename(name) for name in theirs.pop("params")}
+    for number, (group, own, names) in enumerate(zip(groups, optimizer.param_groups, named)):
+        odd = set(names) ^ {rename(name) for name in group.pop("params")}
         if odd:
             sides = ["the optimizer", "the checkpoint"]
-            has, lacks = sides if min(odd) in mine else reversed(sides)
+            has, lacks = sides if min(odd) in names else reversed(sides)
             raise CheckpointError(
                 f"{manifest.folder}: '{min(odd)}' is in param_groups[{number}] of {has}, not of {lacks}; build the "
                 "optimizer with the same param_groups as when it was saved"
             )
-        steps_on_device = bool(theirs.get("fused") or theirs.get("capturable"))
-        for name, parameter in zip(mine, ours["params"]):
+        steps_on_device = bool(group.get("fused") or group.get("capturable"))
+        for name, parameter in zip(names, own["params"]):
             if name not in states:
                 continue
             entries = dict(states[name]["dict"])
@@ -168,14 +168,14 @@ def _stage_optimizer(manifest: Manifest, reader: Reader, model: nn.Module, optim
                 owned = owned_of(parameter, entries)
             except ValueError as error:
                 raise CheckpointError(f"{manifest.folder}: optimizer state of '{name}': {error}") from None
-            taken = state[parameter]
+            loaded = state[parameter]
             for key, tree in entries.items():
                 if owned is None or owned[key]:
                     on_device = (key != "step" or steps_on_device) and not parameter.is_meta
                     device = devices[parameter] if on_device else torch.device("cpu")
                     # A parameter without dims has the shape of what an optimizer keeps once per parameter.
                     per_element = owned is None and (parameter.dim() > 0 or key not in PER_PARAMETER)
-                    taken[key] = _entry(reader, f"{name}: {key}", tree, parameter, per_element, device)
+                    loaded[key] = _entry(reader, f"{name}: {key}", tree, parameter, per_element, device)
     return {"state": state, "param_groups": [{**a, **b} for a, b in zip(optimizer.param_groups, groups)]}
 
 

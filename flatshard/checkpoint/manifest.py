@@ -63,11 +63,11 @@ def _encoded(body: Any) -> bytes:
 def _checks(body: dict[str, Any]) -> dict[str, int]:
     """A checksum for each tensor, of its entry in the manifest and of its table."""
     tables = [zlib.crc32(_encoded(table)) for table in body["tables"]]
-    found = {}
+    checks = {}
     for key, described in body["tensors"].items():
-        said = {name: value for name, value in described.items() if name != "check"}
-        found[key] = zlib.crc32(_encoded([key, said, tables[said["table"]]]))
-    return found
+        entry = {name: value for name, value in described.items() if name != "check"}
+        checks[key] = zlib.crc32(_encoded([key, entry, tables[entry["table"]]]))
+    return checks
 
 
 def _damaged_tensor(text: bytes) -> str:

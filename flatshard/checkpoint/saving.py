@@ -99,44 +99,44 @@ def save(
     def prepare() -> Snapshot:
         if path.exists():
             raise CheckpointError(f"{path} exists; a checkpoint is never overwritten: choose another path")
-        taken = take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size)
+        snapshot = take_snapshot(model, optimizer, state, extra, ranks.rank, ranks.size)
         if asynchronous:
-            taken.to_host()
-        return taken
+            snapshot.to_host()
+        return snapshot
 
-    taken = on_all_ranks(ranks, prepare)
-    digest = hashlib.sha256(repr(list(taken.tensors.items())).encode()).hexdigest()
-    digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *taken.describe_doubtful()]))
+    snapshot = on_all_ranks(ranks, prepare)
+    digest = hashlib.sha256(repr(list(snapshot.tensors.items())).encode()).hexdigest()
+    digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *snapshot.describe_doubtful()]))
     for rank, each in enumerate(digests):
         if each != digests[0]:
             raise CheckpointError(
                 f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"
             )
-    on_all_ranks(ranks, lambda: taken.leave_to_one(doubtful, samples))
+    on_all_ranks(ranks, lambda: snapshot.leave_to_one(doubtful, samples))
     pending = PendingSave(path)
     if asynchronous:
         _last = pending
-        arguments = (pending, taken, ranks, keep_last)
+        arguments = (pending, snapshot, ranks, keep_last)
         threading.Thread(target=_write_in_thread, args=arguments, name="flatshard checkpoint").start()
     else:
-        write_snapshot(path, taken, ranks, keep_last, progress)
+        write_snapshot(path, snapshot, ranks, keep_last, progress)
         pending._done.set()
     return pending
 
 
-def _write_in_thread(pending: PendingSave, taken: Snapshot, ranks: Exchange, keep_last: int | None) -> None:
+def _write_in_thread(pending: PendingSave, snapshot: Snapshot, ranks: Exchange, keep_last: int | None) -> None:
     try:
-        write_snapshot(pending.path, taken, ranks, keep_last)
+        write_snapshot(pending.path, snapshot, ranks, keep_last)
     except BaseException as error:
         pending._error = error
         _LOG.error("checkpoint %s was not saved: %s", pending.path, error)
     finally:
-        taken.writes = []
+        snapshot.writes = []
         pending._done.set()
 
 
 def write_snapshot(
-    path: Path, taken: Snapshot, ranks: Exchange, keep_last: int | None = None, progress: bool = False
+    path: Path, snapshot: Snapshot, ranks: Exchange, keep_last: int | None = None, progress: bool = False
 ) -> None:
     """Write a checkpoint from the snapshots of all ranks."""
 
@@ -153,27 +153,27 @@ def write_snapshot(
 
     folder = path.parent / from_all_ranks(ranks, on_all_ranks(ranks, start))[0]
     try:
-        own = on_all_ranks(ranks, lambda: _write_own(folder, taken, progress))
+        own = on_all_ranks(ranks, lambda: _write_own(folder, snapshot, progress))
         # These messages are long, so only rank 0 receives them, one after another.
         written = map(json.loads, ranks.gather(json.dumps(own).encode(), only_first=True))
-        on_all_ranks(ranks, lambda: _publish(path, folder, taken, written, keep_last) if ranks.rank == 0 else None)
+        on_all_ranks(ranks, lambda: _publish(path, folder, snapshot, written, keep_last) if ranks.rank == 0 else None)
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _write_own(folder: Path, taken: Snapshot, progress: bool) -> dict[str, Any]:
-    tensors = {key: TensorEntry(local.dtype, tuple(local.shape)) for key, _, local in taken.writes}
-    metadata = {"format": FORMAT, EXTRA: json.dumps(taken.extra)}
-    values = (local for _, _, local in taken.writes)
-    with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and taken.rank == 0) as advance:
-        file = write_file(folder / rank_file(taken.rank), tensors, values, advance, BLOCK, metadata)
-    boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in taken.writes}
-    return {"file": file, **manifest.pack_boxes(taken.tensors, boxes)}
+def _write_own(folder: Path, snapshot: Snapshot, progress: bool) -> dict[str, Any]:
+    tensors = {key: TensorEntry(local.dtype, tuple(local.shape)) for key, _, local in snapshot.writes}
+    metadata = {"format": FORMAT, EXTRA: json.dumps(snapshot.extra)}
+    values = (local for _, _, local in snapshot.writes)
+    with bar("saving", sum(entry.nbytes for entry in tensors.values()), progress and snapshot.rank == 0) as advance:
+        file = write_file(folder / rank_file(snapshot.rank), tensors, values, advance, BLOCK, metadata)
+    boxes = {key: (offsets, tuple(local.shape)) for key, offsets, local in snapshot.writes}
+    return {"file": file, **manifest.pack_boxes(snapshot.tensors, boxes)}
 
 
-def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
+def _publish(path: Path, folder: Path, snapshot: Snapshot, written: Iterable[Any], keep_last: int | None) -> None:
     files: list[Any] = []
 
     def packed() -> Iterator[Any]:
@@ -185,18 +185,18 @@ def _publish(path: Path, folder: Path, taken: Snapshot, written: Iterable[Any], 
             files.append(each["file"])
             yield each
 
-    numbers, tables = manifest.merge_boxes([shape for _, shape in taken.tensors.values()], packed())
+    numbers, tables = manifest.merge_boxes([shape for _, shape in snapshot.tensors.values()], packed())
     others = complete(path.parent)
     body = {
         "format": FORMAT,
         "saved": max([time.time_ns(), *(saved + 1 for saved, _ in others)]),  # clocks can go backwards
-        "model": taken.model,
-        "optimizer": taken.optimizer,
+        "model": snapshot.model,
+        "optimizer": snapshot.optimizer,
         "files": files,
         "tables": tables,
         "tensors": {
             key: {"dtype": dtype, "shape": shape, "table": number}
-            for (key, (dtype, shape)), number in zip(taken.tensors.items(), numbers)
+            for (key, (dtype, shape)), number in zip(snapshot.tensors.items(), numbers)
         },
     }
     manifest.write_manifest(folder, body)
@@ -228,14 +228,14 @@ def _discard(folder: Path) -> None:
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
     """The complete checkpoints in a folder with the times of their saves, oldest first."""
-    found = []
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.name.startswith((_SAVING, _DELETING)) and (path / MANIFEST).is_file():
             try:
-                found.append((Manifest(path).saved, path))
+                checkpoints.append((Manifest(path).saved, path))
             except CheckpointError as error:
                 _LOG.warning("%s; checkpoint %s is ignored", error, path)
-    return sorted(found)
+    return sorted(checkpoints)
 
 
 def latest(path: str | Path) -> Path | None:
@@ -243,5 +243,5 @@ def latest(path: str | Path) -> Path | None:
 
     Ranks do not communicate. Call it while no save is running, so that all ranks find the same one.
     """
-    found = complete(_arguments.path("path", path))
-    return found[-1][1] if found else None
+    checkpoints = complete(_arguments.path("path", path))
+    return checkpoints[-1][1] if checkpoints else None

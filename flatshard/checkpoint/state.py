@@ -158,24 +158,24 @@ def take_snapshot(
 
     ``state``: the optimizer state by parameter, with the same entries on all ranks.
     """
-    found = Snapshot(rank, world)
+    snapshot = Snapshot(rank, world)
     known: dict[int, str] = {}
 
     def put_once(key: str, tensor: torch.Tensor) -> str:
         if id(tensor) not in known:  # tied parameters are one tensor
-            known[id(tensor)] = found.put(key, tensor)
+            known[id(tensor)] = snapshot.put(key, tensor)
         return known[id(tensor)]
 
-    found.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
+    snapshot.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:
         groups: list[Any] = []
         entries: dict[str, Any] = {}
         for group, names in zip(optimizer.param_groups, names_by_group(model, optimizer)):
             groups.append({**group, "params": names})
             entries |= {name: state[p] for name, p in zip(names, group["params"]) if p in state}
-        found.optimizer = encode_tree({"groups": groups, "state": entries}, found.put, "optimizer")
-    found.extra = encode_tree(extra, partial(found.put, own=True), f"extra/{rank}")
-    return found
+        snapshot.optimizer = encode_tree({"groups": groups, "state": entries}, snapshot.put, "optimizer")
+    snapshot.extra = encode_tree(extra, partial(snapshot.put, own=True), f"extra/{rank}")
+    return snapshot
 
 
 def names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -28,10 +28,10 @@ from flatshard.engine.tree.unit_classes import original_classes
 _EXPERT = "{expert}"
 
 
-def renaming(saved: Collection[str], here: Collection[str]) -> Callable[[str], str]:
+def renaming(saved: Collection[str], wanted: Collection[str]) -> Callable[[str], str]:
     """A function from saved names to names of the model: it replaces the prefix that wrappers added to all names."""
-    theirs, ours = _wrapped(saved), _wrapped(here)
-    return lambda name: ours + name[len(theirs) :] if name.startswith(theirs) else name
+    saved_prefix, prefix = _wrapped(saved), _wrapped(wanted)
+    return lambda name: prefix + name[len(saved_prefix) :] if name.startswith(saved_prefix) else name
 
 
 def _wrapped(names: Collection[str]) -> str:
@@ -149,7 +149,7 @@ def pieces_of(name: str, shape: Sequence[int], rules: Sequence[StoredAs]) -> lis
     return [StoredPiece(name, (0,) * len(shape), shape)]
 
 
-def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str, ...]) -> list[StoredPiece]:
+def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, stars: tuple[str, ...]) -> list[StoredPiece]:
     stacked, parts = _EXPERT in rule.files[0], len(rule.files)
     if len(shape) < stacked + 2 * rule.transposed or (
         parts > 1 and (len(shape) <= rule.dim or shape[rule.dim] % parts)
@@ -171,7 +171,7 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, found: tuple[str,
             if stacked:
                 offsets[0] = expert
             first, *others = pattern.split("*")
-            given = first + "".join(star + other for star, other in zip(found, others))
+            given = first + "".join(star + other for star, other in zip(stars, others))
             given = given.replace(_EXPERT, str(expert))
             made.append(StoredPiece(given, tuple(offsets), tuple(sizes), stacked, rule.transposed))
     return made
@@ -184,26 +184,26 @@ def assemble(
 
     CheckpointError names parts that are missing, have another shape, or are of different dtypes.
     """
-    found, misfit = dict(tensors), f"{where} does not fit the model"
+    entries, misfit = dict(tensors), f"{where} does not fit the model"
     for name, shape in shapes.items():
         pieces = pieces_of(name, shape, rules)
         if pieces == pieces_of(name, shape, ()):  # as without rules
             continue
         chunks, dtypes = [], set()
         for piece in pieces:
-            entry = found.pop(piece.name, None)
-            if entry is None:
+            part = entries.pop(piece.name, None)
+            if part is None:
                 raise CheckpointError(f"{misfit}: '{piece.name}', a part of '{name}', is missing")
-            if entry.shape != piece.shape:
+            if part.shape != piece.shape:
                 needed = f"as a part of '{name}' it must have shape {piece.shape}"
-                raise CheckpointError(f"{misfit}: '{piece.name}' has shape {entry.shape}; {needed}")
-            dtypes.add(entry.dtype)
-            (chunk,) = entry.chunks
+                raise CheckpointError(f"{misfit}: '{piece.name}' has shape {part.shape}; {needed}")
+            dtypes.add(part.dtype)
+            (chunk,) = part.chunks
             chunks.append(replace(chunk, offsets=piece.offsets, sizes=piece.sizes, transposed=piece.transposed))
         if len(dtypes) > 1:
             raise CheckpointError(f"{where}: the parts of '{name}' have different dtypes: {sorted(map(str, dtypes))}")
-        found[name] = TensorEntry(dtypes.pop(), shape, tuple(chunks))
-    return found
+        entries[name] = TensorEntry(dtypes.pop(), shape, tuple(chunks))
+    return entries
 
 
 _LAYER = "model.layers.*."
@@ -260,7 +260,7 @@ class ConvertingReader(Reader):
         return whole if offsets is None or sizes is None else _torch.in_box(whole, offsets, sizes).contiguous()
 
 
-def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
+def convert_tensors(model: Any, files: TensorFiles) -> dict[str, _Recipe]:
     """Rename the tensors in ``found`` to those of the model; returns recipes for tensors that are made of several.
 
     Changes nothing for a model that is not from Transformers or needs no conversion.
@@ -273,24 +273,24 @@ def convert_tensors(model: Any, found: TensorFiles) -> dict[str, _Recipe]:
     renamings = [each for each in mapping if isinstance(each, theirs.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, theirs.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    here = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     tensors: dict[str, TensorEntry] = {}
     recipes: dict[str, _Recipe] = {}
-    for name in sorted(found.tensors, key=theirs.dot_natural_key):
-        target, pattern = theirs.rename_source_key(name, renamings, converters, model.base_model_prefix, here)
-        if name in here and target not in here:
+    for name in sorted(files.tensors, key=theirs.dot_natural_key):
+        target, pattern = theirs.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if name in state and target not in state:
             target, pattern = name, None
         if pattern is None:
-            tensors[target] = found.tensors[name]
+            tensors[target] = files.tensors[name]
         else:
             recipe = recipes.setdefault(target, _Recipe(target, by_pattern[pattern], []))
-            recipe.sources.append((name, found.tensors[name], pattern))
+            recipe.sources.append((name, files.tensors[name], pattern))
     made = {}
     for recipe in recipes.values():
         on_meta = recipe.make(model, lambda _, entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         for name, value in on_meta.items():
             tensors[name], made[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
-    found.tensors = tensors
+    files.tensors = tensors
     return made
 
 
@@ -306,5 +306,5 @@ def _mapping(model: Any) -> list[Any]:
     except ImportError:  # before version 5 there was nothing to convert
         return []
     with original_classes(model):  # conversions are looked up by the name of the class
-        found: list[Any] = get_model_conversion_mapping(model)
-    return found
+        mapping: list[Any] = get_model_conversion_mapping(model)
+    return mapping

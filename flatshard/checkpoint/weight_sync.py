@@ -206,15 +206,15 @@ class _ModelWriter:
     @torch.no_grad()
     def put(self, name: str, shape: Sequence[int], read: Callable[..., torch.Tensor]) -> None:
         """Write this rank's part of a received tensor: ``read(offsets, sizes)``."""
-        mine = self._tensors.get(name)
-        if mine is None:
+        target = self._tensors.get(name)
+        if target is None:
             self._wrong.append(f"'{name}' is not in the model")
             return
-        self._seen.add(id(mine))
-        if tuple(mine.shape) != tuple(shape):
-            self._wrong.append(f"'{name}' was received with shape {tuple(shape)}; the model has {tuple(mine.shape)}")
+        self._seen.add(id(target))
+        if tuple(target.shape) != tuple(shape):
+            self._wrong.append(f"'{name}' was received with shape {tuple(shape)}; the model has {tuple(target.shape)}")
             return
-        part = held_part(mine)
+        part = held_part(target)
         if part.offsets is not None:
             part.local.copy_(read(part.offsets, part.local.shape))
 
@@ -254,10 +254,10 @@ def _agree(version: int, tensors: dict[str, torch.Tensor]) -> int:
     meshes = {x.device_mesh: _torch.local_of(x).device for x in tensors.values() if isinstance(x, DTensor)}
     for mesh, device in meshes.items():
         if mesh.get_coordinate() is not None:
-            lane, told = Lane("full_tensors", device), torch.tensor([version], device=device)
+            lane, agreed = Lane("full_tensors", device), torch.tensor([version], device=device)
             for axis in reversed(range(mesh.ndim)):
-                spread(lane.group(mesh, axis), told).wait()
-            version = int(told)
+                spread(lane.group(mesh, axis), agreed).wait()
+            version = int(agreed)
     return version
 
 

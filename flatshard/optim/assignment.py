@@ -43,7 +43,7 @@ class Box:
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets)]
+        starts = [own - base for own, base in zip(self.offsets, outer.offsets)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes))
 
 
@@ -101,14 +101,14 @@ def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
             made.append(Matrix(label, Box((index, *each.box.offsets), (1, *each.box.sizes)), each.shape))
         return made
     counts = _rows(shape[0], split)
-    found, first = [], 0
+    matrices, first = [], 0
     for count in counts:
         label = "" if len(counts) == 1 else f"[{first}:{first + count}]"
         sizes = (count, *shape[1:])
         seen = (count, math.prod(shape[1:])) if unbind and len(shape) > 2 else sizes
-        found.append(Matrix(label, Box((first, *(0 for _ in shape[1:])), sizes), seen))
+        matrices.append(Matrix(label, Box((first, *(0 for _ in shape[1:])), sizes), seen))
         first += count
-    return found
+    return matrices
 
 
 def _rows(rows: int, split: Split) -> list[int]:

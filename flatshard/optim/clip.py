@@ -88,14 +88,14 @@ def clip_grad_norm_(
 def _listed(parameters: Any) -> list[torch.Tensor]:
     if isinstance(parameters, nn.Module):
         return [sharded_of(parameter) for parameter in parameters.parameters()]
-    found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    if isinstance(listed, str) or not isinstance(listed, Iterable):
         raise TypeError(f"clip_grad_norm_ takes a module or parameters, not {type(parameters).__name__}")
-    listed = list({id(parameter): parameter for parameter in found}.values())
-    odd = next((each for each in listed if not isinstance(each, torch.Tensor)), None)
+    unique = list({id(parameter): parameter for parameter in listed}.values())
+    odd = next((each for each in unique if not isinstance(each, torch.Tensor)), None)
     if odd is not None:
         raise TypeError(f"clip_grad_norm_ takes a module or parameters; one of them is a {type(odd).__name__}")
-    return list({id(sharded): sharded for sharded in map(sharded_of, listed)}.values())
+    return list({id(sharded): sharded for sharded in map(sharded_of, unique)}.values())
 
 
 def _grad_name(parameter: torch.Tensor) -> str:
@@ -106,15 +106,15 @@ def _grad_name(parameter: torch.Tensor) -> str:
 
 def _grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
     name = _grad_name(parameter)
-    found: torch.Tensor | None = _torch.grad_of(parameter) if name == "grad" else getattr(parameter, name)
-    return found
+    grad: torch.Tensor | None = _torch.grad_of(parameter) if name == "grad" else getattr(parameter, name)
+    return grad
 
 
-def _norm_type(given: Any) -> float:
-    found = _arguments.real("norm_type", given)
-    if not found > 0:
-        raise ValueError(f"norm_type={given!r}: must be positive, or inf")
-    return found
+def _norm_type(norm_type: Any) -> float:
+    order = _arguments.real("norm_type", norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type={norm_type!r}: must be positive, or inf")
+    return order
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_Gradient]], list[Reduced]]:
@@ -137,27 +137,27 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_G
         if known is not None and grad is not None:
             known[2].append(grad)
             continue
-        here = places.setdefault(_where(parameter), [])
+        gradients = places.setdefault(_where(parameter), [])
         if buffer is not None and grad is not None:
-            buffers[key] = (buffer, here, [grad])
+            buffers[key] = (buffer, gradients, [grad])
             group = group_of(parameter)
             if group is not None and group.gradients.main_grads.buffer is buffer:
                 holders[id(buffer)] = group.gradients.main_grads
         elif grad is not None:
-            here.append((_torch.held_of(cut_as(parameter, grad)), _torch.held_of(grad)))
-    for buffer, here, grads in buffers.values():
+            gradients.append((_torch.held_of(cut_as(parameter, grad)), _torch.held_of(grad)))
+    for buffer, gradients, grads in buffers.values():
         # What lies between the parts of a buffer of gradients is zero.
         all_there = len(grads) == len(buffer.layout.slots) == len(set(map(id, grads)))
         main_grads = holders.get(id(buffer))
         reduced = None if main_grads is None else main_grads.on_device
         if reduced is not None and all_there and reduced.scale is None:
-            here.append((reduced.buffer.local, None))
+            gradients.append((reduced.buffer.local, None))
             on_device.append(reduced)
             continue
         if main_grads is not None:
             main_grads.bring()
         tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
-        here += zip(tensors, tensors)
+        gradients += zip(tensors, tensors)
     return places, on_device
 
 
@@ -257,8 +257,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     named = _named(model)
     join_reduces()
     having = _ranks_where(named, lambda grad: True)
-    found = [(name, parameter, _grad_of(parameter)) for name, parameter in named if having[name]]
-    return _norms(found, norm_type)
+    gradients = [(name, parameter, _grad_of(parameter)) for name, parameter in named if having[name]]
+    return _norms(gradients, norm_type)
 
 
 @torch.no_grad()
@@ -277,12 +277,12 @@ def _ranks_where(
     named: Sequence[tuple[str, torch.Tensor]], is_flagged: Callable[[torch.Tensor], torch.Tensor | bool]
 ) -> dict[str, list[int]]:
     """By name, the ranks that have a gradient for which this holds. Of plain parameters each rank knows its own."""
-    found = {}
+    ranks_of = {}
     meshes = [parameter.device_mesh if isinstance(parameter, DTensor) else None for _, parameter in named]
     for mesh in dict.fromkeys(meshes):
-        here = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
-        flags = torch.zeros(len(here), dtype=torch.int32, device=mesh_device(mesh))
-        for number, (_, parameter) in enumerate(here):
+        members = [each for each, its_mesh in zip(named, meshes) if its_mesh == mesh]
+        flags = torch.zeros(len(members), dtype=torch.int32, device=mesh_device(mesh))
+        for number, (_, parameter) in enumerate(members):
             grad = _grad_of(parameter)
             if grad is not None:
                 flags[number] = is_flagged(grad)
@@ -291,9 +291,9 @@ def _ranks_where(
             lane, ranks = Lane("nonfinite", flags.device), mesh.mesh.flatten().tolist()
             for axis in reversed(range(mesh.ndim)):
                 flags = gathered_rows(lane, lane.group(mesh, axis), flags, "nonfinite")
-        for (name, _), column in zip(here, flags.view(len(ranks), -1).T.tolist()):
-            found[name] = sorted(rank for rank, flag in zip(ranks, column) if flag)
-    return found
+        for (name, _), column in zip(members, flags.view(len(ranks), -1).T.tolist()):
+            ranks_of[name] = sorted(rank for rank, flag in zip(ranks, column) if flag)
+    return ranks_of
 
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
@@ -303,8 +303,8 @@ def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_
         local = torch.empty(0) if tensor is None else _torch.held_of(cut_as(parameter, tensor))
         places.setdefault(_where(parameter), []).append((name, local))
     shares = {}
-    for where, found in places.items():
-        shares[where] = _powers(where, [tensor for _, tensor in found], norm_type, torch.float64)
+    for where, members in places.items():
+        shares[where] = _powers(where, [tensor for _, tensor in members], norm_type, torch.float64)
     norms: dict[str, float] = {}
     for where, powers in _over_ranks(shares, norm_type).items():
         norms.update(zip((name for name, _ in places[where]), _root(powers, norm_type).tolist()))

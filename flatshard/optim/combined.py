@@ -35,11 +35,11 @@ class CombinedOptimizer(Optimizer):
             raise TypeError(
                 f"CombinedOptimizer takes one or more optimizers, not {'none' if odd is None else repr(odd)}"
             )
-        taken: set[int] = set()
+        ids: set[int] = set()
         for parameter in (p for each in listed for group in each.param_groups for p in group["params"]):
-            if id(parameter) in taken:
+            if id(parameter) in ids:
                 raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in two optimizers; give it to one")
-            taken.add(id(parameter))
+            ids.add(id(parameter))
         # What `Optimizer.__init__` would make of its own groups is theirs here; this makes the rest. Schedulers look
         # into ``defaults`` for what all groups have.
         shared = {key: value for key, value in listed[0].defaults.items() if all(key in o.defaults for o in listed)}

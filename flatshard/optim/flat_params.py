@@ -105,8 +105,8 @@ class FlatParam:
                         break
                 else:
                     return main_grads.buffer
-        found = {buffer_of(_torch.grad_of(p), self.main, i) for i, p in zip(self._indices, self.parameters)}
-        return found.pop() if len(found) == 1 else None
+        buffers = {buffer_of(_torch.grad_of(p), self.main, i) for i, p in zip(self._indices, self.parameters)}
+        return buffers.pop() if len(buffers) == 1 else None
 
     # State
 
@@ -258,7 +258,7 @@ def make_flat_params(
     """
     absent: list[nn.Parameter] = []
     others: list[list[torch.Tensor]] = []
-    found: dict[ParamGroup, dict[int, int]] = {}  # by the id of a parameter, the number of its parameter group
+    numbers_of: dict[ParamGroup, dict[int, int]] = {}  # by the id of a parameter, the number of its parameter group
     for number, param_group in enumerate(param_groups):
         others.append([])
         for parameter in param_group["params"]:
@@ -268,8 +268,8 @@ def make_flat_params(
             elif _torch.grad_of(parameter) is None:
                 absent.append(parameter)
             else:
-                found.setdefault(group, {})[id(parameter)] = number
-    made = [each for group, numbers in found.items() for each in _flat_params_of(group, numbers, state, flat)]
+                numbers_of.setdefault(group, {})[id(parameter)] = number
+    made = [each for group, numbers in numbers_of.items() for each in _flat_params_of(group, numbers, state, flat)]
     return made, absent, others
 
 

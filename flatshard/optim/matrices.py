@@ -207,7 +207,7 @@ class Packing:
 
     def pieces(self, packed: torch.Tensor) -> list[Piece]:
         """All pieces, as views of the packed bytes."""
-        found = []
+        pieces = []
         for (number, role, within, dtype), boxes in self._boxes.items():
             elements = packed.view(dtype)
             for stack in _stacks(boxes, within):
@@ -218,22 +218,22 @@ class Packing:
                     rows = Box(box.offsets, (times * box.sizes[0], *box.sizes[1:]))
                     sizes, strides = (times, *sizes), (stack[1][1] - start, *strides)
                 where = None if rows == within else rows.inside(within)
-                found.append(Piece(number, role, where, times, elements.as_strided(sizes, strides, start)))
-        return found
+                pieces.append(Piece(number, role, where, times, elements.as_strided(sizes, strides, start)))
+        return pieces
 
 
 def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[list[tuple[Box, int]]]:
     """Boxes and where they start, in the same order, with those in one list that are one piece."""
-    found: list[list[tuple[Box, int]]] = []
+    stacks: list[list[tuple[Box, int]]] = []
     for box, start in boxes:
-        if found and box.sizes and box.sizes[1:] == within.sizes[1:]:
-            before, at = found[-1][-1]
+        if stacks and box.sizes and box.sizes[1:] == within.sizes[1:]:
+            before, at = stacks[-1][-1]
             follows = box.sizes == before.sizes and box.offsets[0] == before.offsets[0] + box.sizes[0]
-            if follows and (len(found[-1]) == 1 or start - at == at - found[-1][-2][1]):
-                found[-1].append((box, start))
+            if follows and (len(stacks[-1]) == 1 or start - at == at - stacks[-1][-2][1]):
+                stacks[-1].append((box, start))
                 continue
-        found.append([(box, start)])
-    return found
+        stacks.append([(box, start)])
+    return stacks
 
 
 class AllToAll:
@@ -261,11 +261,11 @@ class AllToAll:
         sent.untyped_storage().resize_(sent.numel())
         pairs = []
         for piece in self._pieces[0]:
-            found = tensors[piece.role][piece.number]
-            if found is None:
+            tensor = tensors[piece.role][piece.number]
+            if tensor is None:
                 piece.place.zero_()
             else:
-                pairs.append((piece.place, piece.within(found)))
+                pairs.append((piece.place, piece.within(tensor)))
         _copy(pairs)
         if is_alone:
             self._ticket = DONE

@@ -77,8 +77,8 @@ class OwnerGroup:
         lengths = gathered_rows(lane, self.group, length, "lengths").flatten()
         longest = max(int(lengths.max()), 1)
         padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
-        found = gathered_rows(lane, self.group, padded, "messages").cpu().numpy()
-        return [row.tobytes()[:count] for row, count in zip(found, lengths.tolist())]
+        rows = gathered_rows(lane, self.group, padded, "messages").cpu().numpy()
+        return [row.tobytes()[:count] for row, count in zip(rows, lengths.tolist())]
 
 
 def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
@@ -129,7 +129,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 
 
 def state_on_all_ranks(
-    owner_group: OwnerGroup, lane: Lane, mine: Mapping[int, Any], owners: Sequence[int]
+    owner_group: OwnerGroup, lane: Lane, owned: Mapping[int, Any], owners: Sequence[int]
 ) -> dict[int, Any]:
     """The state of all numbered matrices, from the matrices that this rank owns. All ranks of the group call it."""
 
@@ -138,10 +138,10 @@ def state_on_all_ranks(
             return value.detach().cpu()
         return _Leaf(value.dtype, tuple(value.shape), value.device.type == "cpu")
 
-    message = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in mine.items()}
+    own = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in owned.items()}
     everything: dict[int, Any] = {}
-    for found in owner_group.messages(lane, pickle.dumps(message)):
-        everything.update(pickle.loads(found))
+    for message in owner_group.messages(lane, pickle.dumps(own)):
+        everything.update(pickle.loads(message))
 
     def show(owner: int, value: torch.Tensor | _Leaf) -> torch.Tensor:
         if isinstance(value, _Leaf):
@@ -154,7 +154,7 @@ def state_on_all_ranks(
         return owner_dtensor(owner_group, owner, torch.Size(value.shape), local)
 
     for number, state in everything.items():
-        known = mine.get(number, state)
+        known = owned.get(number, state)
         everything[number] = _torch.map_leaves((torch.Tensor, _Leaf), functools.partial(show, owners[number]), known)
     return everything
 
@@ -172,8 +172,8 @@ def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
             return _torch.local_of(value)
         return value.full_tensor()
 
-    found = _torch.map_leaves(torch.Tensor, take, state)
-    return found if is_owner else None
+    taken = _torch.map_leaves(torch.Tensor, take, state)
+    return taken if is_owner else None
 
 
 # Entries of the state of a parameter that is several matrices: key and label together.

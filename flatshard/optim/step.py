@@ -117,9 +117,9 @@ def fully_shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     precision_aware = _arguments.flag("precision_aware", precision_aware)
-    for name, asked in (("in_backward", in_backward), ("offload_state", offload_state)):
+    for name, value in (("in_backward", in_backward), ("offload_state", offload_state)):
         is_supported = whole is False and original_class(optimizer) in (*ELEMENTWISE, AdamW8bit)
-        if asked is not None and _arguments.flag(name, asked) and not is_supported:
+        if value is not None and _arguments.flag(name, value) and not is_supported:
             raise ValueError(
                 f"{name}=True supports torch's elementwise optimizers and AdamW8bit on shards, not "
                 f"{type(optimizer).__name__}{'' if whole is False else ' on whole parameters'}; leave it out"
@@ -393,10 +393,10 @@ def _stepper_of(optimizer: Optimizer) -> Any:
 
 def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
     """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
-    found: dict[Any, Any] = {}
+    state: dict[Any, Any] = {}
     for each, stepper in _steppers(optimizer):
-        found.update(stepper.saved_state(each) if isinstance(stepper, WholeStep) else each.state)
-    return found
+        state.update(stepper.saved_state(each) if isinstance(stepper, WholeStep) else each.state)
+    return state
 
 
 def _steppers(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
@@ -410,14 +410,14 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
     ValueError for entries of a parameter that was split in another way.
     """
-    found: dict[torch.Tensor, WholeStep] = {}
+    steppers: dict[torch.Tensor, WholeStep] = {}
     for each, stepper in _steppers(optimizer):
         if isinstance(stepper, WholeStep):
             stepper.plan(each)
-            found.update(dict.fromkeys(stepper.parts, stepper))
+            steppers.update(dict.fromkeys(stepper.parts, stepper))
 
     def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
-        stepper = found.get(parameter)
+        stepper = steppers.get(parameter)
         return None if stepper is None else stepper.owned(parameter, keys)
 
     return owned
@@ -425,12 +425,12 @@ def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[s
 
 def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
     """Where the state of each parameter is to be loaded to."""
-    found: dict[torch.Tensor, torch.device] = {}
+    devices: dict[torch.Tensor, torch.device] = {}
     for each, stepper in _steppers(optimizer):
         offloads = isinstance(stepper, LocalStep) and stepper.offloads
         parameters = (p for group in each.param_groups for p in group["params"])
-        found.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
-    return found
+        devices.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
+    return devices
 
 
 def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
@@ -446,16 +446,16 @@ def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
 def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Raise if sharded matrices would be factored, or multiplied in place: DTensor fails in that."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
-    found = next((name for name in names if name in ("Adafactor", "CAME")), None)
-    found = "Muon" if isinstance(optimizer, torch.optim.Muon) else found
-    if found is None:
+    kind = next((name for name in names if name in ("Adafactor", "CAME")), None)
+    kind = "Muon" if isinstance(optimizer, torch.optim.Muon) else kind
+    if kind is None:
         return
     matrices = [
         p for p in parameters if isinstance(p, DTensor) and p.dim() > 1 and any(a.is_shard() for a in p.placements)
     ]
-    if matrices and (found != "Muon" or any(cut_axes(p) for p in matrices)):  # one rank alone has whole ones
+    if matrices and (kind != "Muon" or any(cut_axes(p) for p in matrices)):  # one rank alone has whole ones
         raise ValueError(
-            f"{names[0]} {_WHOLE[found]}, but these are sharded: call fully_shard_optimizer(optimizer, whole=True), "
+            f"{names[0]} {_WHOLE[kind]}, but these are sharded: call fully_shard_optimizer(optimizer, whole=True), "
             "which steps each on one rank, or use an elementwise optimizer such as AdamW"
         )
 
@@ -477,9 +477,9 @@ def _drop_unreduced(optimizer: Optimizer) -> None:
     Parameters that have been frozen since count too: another optimizer may wait for their gradients.
     """
     partial = partial_gradients()
-    mine = {id(parameter) for group in optimizer.param_groups if partial for parameter in group["params"]}
+    own = {id(parameter) for group in optimizer.param_groups if partial for parameter in group["params"]}
     for gradients in partial:
-        if all(id(param.sharded) in mine for param in gradients.partial_params):
+        if all(id(param.sharded) in own for param in gradients.partial_params):
             gradients.drop_partial()
 
 
@@ -539,11 +539,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(stepper, WholeStep):  # parameters may have been added
             _plan(optimizer, stepper)
         if stepper is None:
-            ours = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
-            _refuse_parts(optimizer, ours)
-            if any(isinstance(parameter, DTensor) for parameter in ours):
+            managed = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
+            _refuse_parts(optimizer, managed)
+            if any(isinstance(parameter, DTensor) for parameter in managed):
                 _refuse_foreign_blocks(optimizer)
-            for parameter in ours if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
+            for parameter in managed if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
                 group = group_of(parameter)
                 if group is None or group.own_grad_dtype is not None:  # as the user has asked for
                     continue

@@ -127,7 +127,7 @@ class StreamedStep:
         by_group: dict[ParamGroup | None, list[FlatParam]] = {}
         for each in flat_params:
             by_group.setdefault(each.group(), []).append(each)
-        for group, mine in by_group.items():
+        for group, group_params in by_group.items():
             assert group is not None
             device = group.home.device
             if device not in self._streams:
@@ -135,11 +135,11 @@ class StreamedStep:
             stream = self._streams[device]
             stream.follow()
             ready = reduced or group.gradients.main_grads.on_device
-            for each in mine:
+            for each in group_params:
                 piece = _Piece(each, group, states[each.tensor], split, uncast, ready)
                 for cut in each.cuts(PIECE):
                     stream.run(piece.given(cut), functools.partial(piece.step, cut, overriding_state))
-            stream.keep([ready, *(each.tensor.grad for each in mine)])
+            stream.keep([ready, *(each.tensor.grad for each in group_params)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
         def wait() -> None:

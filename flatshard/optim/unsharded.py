@@ -33,8 +33,8 @@ def warn_of_unsharded(parameters: Iterable[torch.Tensor]) -> None:
 
 def _names_of(wanted: dict[int, torch.Tensor]) -> Iterator[str]:
     """Names for errors of those that modules of units hold."""
-    found = {unit_with(group) for group in groups() if group.mesh.size() > 1}
-    for unit in sorted((each for each in found if each is not None), key=lambda each: each.number):
+    units = {unit_with(group) for group in groups() if group.mesh.size() > 1}
+    for unit in sorted((each for each in units if each is not None), key=lambda each: each.number):
         for prefix, module in owned_modules(unit.modules):
             for name, parameter in module._parameters.items():
                 if wanted.pop(id(parameter), None) is not None:

@@ -84,12 +84,12 @@ class WholeStep:
             except ValueError as error:
                 raise ValueError(f"split of '{name}': {error}") from None
             batch += [MatrixParam(name, parameter, matrix, number, owner_group) for matrix in matrices]
-        for owner_group, here in _by_owner_group(batch):
+        for owner_group, members in _by_owner_group(batch):
             loads = [0.0] * owner_group.size  # what ranks own already stays theirs
             for each in self.matrices:
                 if each.owner_group is owner_group:
                     loads[each.owner] += self.options.cost(each.matrix.shape)
-            for each, owner in zip(here, self._assign(owner_group, here, loads)[1]):
+            for each, owner in zip(members, self._assign(owner_group, members, loads)[1]):
                 each.owner = owner
         self.batches.append(batch)
         for each in batch:
@@ -99,31 +99,31 @@ class WholeStep:
         return batch
 
     def _assign(
-        self, owner_group: OwnerGroup, here: Sequence[MatrixParam], loads: Sequence[float] = ()
+        self, owner_group: OwnerGroup, matrices: Sequence[MatrixParam], loads: Sequence[float] = ()
     ) -> tuple[list[int], list[int]]:
-        holders = {id(each.parameter): owner_group.holders(each.parameter) for each in here}
-        for each in here:
+        holders = {id(each.parameter): owner_group.holders(each.parameter) for each in matrices}
+        for each in matrices:
             each.holders = holders[id(each.parameter)]
-        most = [int(each.holders.counts(each.matrix.box).argmax()) for each in here]
-        return assign([self.options.cost(each.matrix.shape) for each in here], most, owner_group.size, loads)
+        most = [int(each.holders.counts(each.matrix.box).argmax()) for each in matrices]
+        return assign([self.options.cost(each.matrix.shape) for each in matrices], most, owner_group.size, loads)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
-        left = {id(each.tensor): each for each in self.matrices}
+        stand_ins = {id(each.tensor): each for each in self.matrices}
         for number, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = []
             for tensor in group["params"]:
-                each = left.pop(id(tensor), None)
+                each = stand_ins.pop(id(tensor), None)
                 if each is not None:
                     each.number = number
-                found = tensor if each is None else each.parameter
-                if found not in self._listed:
-                    params.append(found)
-                    self._listed[found] = number
+                parameter = tensor if each is None else each.parameter
+                if parameter not in self._listed:
+                    params.append(parameter)
+                    self._listed[parameter] = number
             group["params"] = params
             group.pop("param_names", None)
-        if left:
-            name = next(iter(left.values())).name
+        if stand_ins:
+            name = next(iter(stand_ins.values())).name
             raise ValueError(f"the optimizer of `factory` does not have '{name}'; leave it out of `whole`")
         self._known.update(self._listed)
         made = optimizer.__dict__["state"]
@@ -185,35 +185,35 @@ class WholeStep:
         return names
 
     def _buckets(self, batch: Sequence[MatrixParam]) -> list[Bucket]:
-        found: list[Bucket] = []
-        for owner_group, here in _by_owner_group(each for each in batch if each.number is not None):
-            ordered = [here[number] for number in self._assign(owner_group, here)[0]]
+        buckets: list[Bucket] = []
+        for owner_group, members in _by_owner_group(each for each in batch if each.number is not None):
+            ordered = [members[number] for number in self._assign(owner_group, members)[0]]
             for bucket in in_buckets(ordered, self.options.bucket_bytes):
-                found.append(Bucket(bucket, self._lane(owner_group.device), f"whole {len(found)}"))
-        return found
+                buckets.append(Bucket(bucket, self._lane(owner_group.device), f"whole {len(buckets)}"))
+        return buckets
 
     def _compare(self, optimizer: Optimizer, after: bool) -> None:
         """Raise, on all ranks, if their matrices differ; or, after a step, the options of their groups.
 
         Once for each batch; all ranks call it.
         """
-        for owner_group, here in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
+        for owner_group, members in _by_owner_group(e for batch in self.batches[self._compared :] for e in batch):
             what, then = "different matrices to step", "Build the same optimizer on all ranks"
-            lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in here]
+            lines = [f"{e.name} {e.matrix.shape} {e.dtypes}, owned by number {e.owner}" for e in members]
             if after:
                 what = "different options after a step"
                 then += "; an optimizer that accumulates over all parameters cannot be used"
                 lines = [
                     f"{key}={value!r} in parameter group {number}"
-                    for number in sorted({each.number for each in here if each.number is not None})
+                    for number in sorted({each.number for each in members if each.number is not None})
                     for key, value in sorted(optimizer.param_groups[number].items())
                     if isinstance(value, (int, float, str))
                 ]
             lines.append(f"bucket_bytes={self.options.bucket_bytes}")
             meshes = [] if owner_group.mesh is None else [owner_group.mesh]
-            told = Agreement(self._lane(owner_group.device), meshes).check(lines, "the optimizer")
-            if told is not None:
-                raise RuntimeError(f"ranks have {what}. {told}. {then}")
+            difference = Agreement(self._lane(owner_group.device), meshes).check(lines, "the optimizer")
+            if difference is not None:
+                raise RuntimeError(f"ranks have {what}. {difference}. {then}")
         self._compared = len(self.batches) if after else self._compared
 
     # Step
@@ -296,9 +296,9 @@ class WholeStep:
             del outer[key]
         outer.update({key: value for key, value in shown.items() if key not in self.parts})
         for each in self.matrices:
-            mine = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
-            if mine:
-                self.state[each.tensor] = mine
+            entries = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
+            if entries:
+                self.state[each.tensor] = entries
             else:
                 self.state.pop(each.tensor, None)
 
@@ -307,14 +307,16 @@ class WholeStep:
         self.plan(optimizer)
         self._take_changes(optimizer)
         outer = {key: value for key, value in self.public_state(optimizer).items() if key not in self.parts}
-        found: dict[torch.Tensor, State] = {}  # by the tensors of matrices
-        for owner_group, here in _by_owner_group(self.matrices):
-            mine = {number: self.state[each.tensor] for number, each in enumerate(here) if each.tensor in self.state}
-            owners = [each.owner for each in here]
-            states = state_on_all_ranks(owner_group, self._lane(owner_group.device), mine, owners)
-            found.update({here[number].tensor: state for number, state in states.items()})
+        state_of: dict[torch.Tensor, State] = {}  # by the tensors of matrices
+        for owner_group, members in _by_owner_group(self.matrices):
+            owned = {
+                number: self.state[each.tensor] for number, each in enumerate(members) if each.tensor in self.state
+            }
+            owners = [each.owner for each in members]
+            states = state_on_all_ranks(owner_group, self._lane(owner_group.device), owned, owners)
+            state_of.update({members[number].tensor: state for number, state in states.items()})
         for parameter, parts in self.parts.items():
-            entries = [(each.matrix.label, found[each.tensor]) for each in parts if each.tensor in found]
+            entries = [(each.matrix.label, state_of[each.tensor]) for each in parts if each.tensor in state_of]
             if entries:
                 outer[parameter] = join_entries(entries)
         order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
@@ -328,16 +330,16 @@ class WholeStep:
         """
         loaded = self.local.state_override
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
-        found: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
+        visible: dict[Any, State] = defaultdict(dict, {key: value for key, value in state.items() if key not in split})
         for parameter, parts in split.items():
             self.check(parameter, state[parameter])
-            found.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
-        with self.local.overriding_state(found):
-            yield found
+            visible.update({each.tensor: entries_of(state[parameter], each.matrix.label) for each in parts})
+        with self.local.overriding_state(visible):
+            yield visible
         together = {
-            p: join_entries([(e.matrix.label, found.pop(e.tensor)) for e in parts]) for p, parts in split.items()
+            p: join_entries([(e.matrix.label, visible.pop(e.tensor)) for e in parts]) for p, parts in split.items()
         }
-        loaded.update({**found, **together})
+        loaded.update({**visible, **together})
 
     @contextmanager
     def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
@@ -354,9 +356,9 @@ class WholeStep:
             entries = state.get(parameter, {})
             self.check(parameter, entries)
             for each in parts:
-                mine = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
-                if mine:
-                    self.state[each.tensor] = mine
+                own = state_of_owner(each.owner_group, each.owner, entries_of(entries, each.matrix.label))
+                if own:
+                    self.state[each.tensor] = own
         with self.local.overriding_state(defaultdict(dict, {**rest, **self.state})):
             yield defaultdict(dict, rest)
 
@@ -379,7 +381,7 @@ class WholeStep:
 
 
 def _by_owner_group(matrices: Iterable[MatrixParam]) -> Iterable[tuple[OwnerGroup, list[MatrixParam]]]:
-    found: dict[OwnerGroup, list[MatrixParam]] = {}
+    members_of: dict[OwnerGroup, list[MatrixParam]] = {}
     for each in matrices:
-        found.setdefault(each.owner_group, []).append(each)
-    return found.items()
+        members_of.setdefault(each.owner_group, []).append(each)
+    return members_of.items()
