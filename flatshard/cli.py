@@ -163,10 +163,10 @@ def _check_script(options: argparse.Namespace) -> None:
             raise _NoScript(f"script {script} does not exist")
         return
     try:
-        found = importlib.util.find_spec(script)
+        spec = importlib.util.find_spec(script)
     except (ImportError, ValueError) as error:
         raise _NoScript(f"module {script} cannot be found: {error}") from error
-    if found is None:
+    if spec is None:
         raise _NoScript(f"module {script} cannot be found")
 
 

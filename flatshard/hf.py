@@ -62,7 +62,7 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         ranks, adapters = Exchange("checkpoint_save"), _adapters(self)
         streams = adapters is None and kwargs.get("safe_serialization", True)  # an argument of Transformers 4
         modules = _safetensors_users(type(self)) if streams else []
-        asked = _Asked(self, ranks)
+        requests = _GatherRequests(self, ranks)
         if modules:
             state = defer(self.state_dict(keep_vars=True))
         else:
@@ -70,10 +70,10 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
             state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if ranks.rank == 0}
 
         def write() -> None:
-            with original_classes(self), asked.by(modules):
+            with original_classes(self), requests.by(modules):
                 method(self, save_directory, *args, **{**kwargs, "state_dict": state})
 
-        on_all_ranks(ranks, write if ranks.rank == 0 else asked.answer)
+        on_all_ranks(ranks, write if ranks.rank == 0 else requests.answer)
         return None
 
     return save_pretrained
@@ -82,11 +82,11 @@ def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
 def _safetensors_users(cls: type) -> list[dict[str, Any]]:
     """The namespaces of the modules that define `save_pretrained` of ``cls`` and call `safe_save_file`."""
     methods = [inspect.unwrap(vars(each)["save_pretrained"]) for each in cls.__mro__ if "save_pretrained" in vars(each)]
-    found = {id(names): names for names in (method.__globals__ for method in methods) if _WRITER in names}
-    return list(found.values())
+    namespaces = {id(names): names for names in (method.__globals__ for method in methods) if _WRITER in names}
+    return list(namespaces.values())
 
 
-class _Asked:
+class _GatherRequests:
     """Full weights for rank 0 while it runs library code; the other ranks take part in the gathers it asks for."""
 
     def __init__(self, model: nn.Module, ranks: Exchange) -> None:

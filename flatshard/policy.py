@@ -106,13 +106,13 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
     def keeps_dtype(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether `param_dtype_override_fn` lets a parameter compute in its own dtype instead of ``param_dtype``."""
-        found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
-        if found not in (None, self.param_dtype, parameter.dtype):
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+        if dtype not in (None, self.param_dtype, parameter.dtype):
             raise ValueError(
                 f"param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype; for "
-                f"'{name}' of {parameter.dtype} it returned {found!r}, and param_dtype is {self.param_dtype}"
+                f"'{name}' of {parameter.dtype} it returned {dtype!r}, and param_dtype is {self.param_dtype}"
             )
-        return found is not None and self.param_dtype not in (None, found)
+        return dtype is not None and self.param_dtype not in (None, dtype)
 
     def of_group(self, keeps_dtype: bool, grad_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
         """The policy of parameters that compute in their own dtype, or of the others; ``grad_dtype``: set on them."""

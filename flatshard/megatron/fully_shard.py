@@ -112,8 +112,8 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
-    models: list[MegatronFSDP] = list({id(model.module): model for model in found if model is not None}.values())
+    owners = (getattr(parameter, "_megatron_fsdp_model", None) for parameter in parameters)
+    models: list[MegatronFSDP] = list({id(model.module): model for model in owners if model is not None}.values())
     if not models:
         missing = f"no parameter of this {type(optimizer).__name__} belongs to a model of fully_shard_model"
         raise ValueError(f"{missing}; build the optimizer on the parameters of the model that it returns")

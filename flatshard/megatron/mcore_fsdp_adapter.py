@@ -186,7 +186,7 @@ class DistributedOptimizer:
             for number, (key, name, names) in enumerate(self._named()):
                 if key in state_dict["state"]:
                     state[number] = {w: names.together(name, v) for w, v in state_dict["state"][key].items()}
-            groups = [{**group, "params": mine["params"]} for group, mine in zip(saved, own)]
+            groups = [{**group, "params": current["params"]} for group, current in zip(saved, own)]
             state_dict = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(state_dict)
 
@@ -236,10 +236,10 @@ class Names:
         known = name in self._numbered and isinstance(value, DTensor)
         if not known or value.shape != self.parameters[name].shape:
             return value
-        axis, mine = self._index.ep_dim, self._index.mesh_of(is_expert_parallel=True)
+        axis, mesh = self._index.ep_dim, self._index.mesh_of(is_expert_parallel=True)
         assert axis is not None
         names = tuple(each for each in value.device_mesh.mesh_dim_names or () if each != axis)
-        others = mine if names == mine.mesh_dim_names else self._index.get_submesh(names, is_expert_parallel=True)
+        others = mesh if names == mesh.mesh_dim_names else self._index.get_submesh(names, is_expert_parallel=True)
         return without_axis(value, axis, others)
 
     def together(self, name: str, value: Any) -> Any:
@@ -260,9 +260,9 @@ def _numbered(model: nn.Module, name: str, rank: int) -> str | None:
         if part.isdecimal() and all(is_expert(parameter) for parameter in container.parameters()):
             parts[place] = str(int(part) + rank * len(list(container.children())))
             return ".".join(parts)
-    found = re.fullmatch(r"(.*?)(\d+)", parts[-1])
-    if found is None:
+    match = re.fullmatch(r"(.*?)(\d+)", parts[-1])
+    if match is None:
         return None
     siblings = model.get_submodule(".".join(parts[:-1]))._parameters
-    count = sum(re.fullmatch(re.escape(found[1]) + r"\d+", other) is not None for other in siblings)
-    return ".".join([*parts[:-1], f"{found[1]}{int(found[2]) + rank * count}"])
+    count = sum(re.fullmatch(re.escape(match[1]) + r"\d+", other) is not None for other in siblings)
+    return ".".join([*parts[:-1], f"{match[1]}{int(match[2]) + rank * count}"])

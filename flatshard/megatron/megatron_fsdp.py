@@ -77,13 +77,13 @@ class MegatronFSDP(nn.Module):
         report_nan_in_param_grad: bool = False, *, layout: Any = "tensor",
     ) -> None:  # fmt: skip
         given = locals()
-        asked: dict[str, Any] = {name: given[name] for name in ASKED}
+        flags: dict[str, Any] = {name: given[name] for name in ASKED}
         super().__init__()
         if ddp_config is None:
-            asked.update(overlap_grad_reduce=True, overlap_param_gather=True)
-            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **asked)
-        elif any(asked.values()):
-            raise ValueError(f"{', '.join(name for name, on in asked.items() if on)}: ask for it in ddp_config")
+            flags.update(overlap_grad_reduce=True, overlap_param_gather=True)
+            ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params", **flags)
+        elif any(flags.values()):
+            raise ValueError(f"{', '.join(name for name, on in flags.items() if on)}: ask for it in ddp_config")
         if fine_grained_recurse_module_types:
             units = "every module with parameters is a fine-grained unit"
             raise NotImplementedError(f"fine_grained_recurse_module_types is not supported: {units}; leave it out")
@@ -251,10 +251,10 @@ class MegatronFSDP(nn.Module):
 
     def check_for_nan(self) -> None:
         """Raise RuntimeError on all ranks if a gradient is not finite, with the names of parameters and the ranks."""
-        found = find_nonfinite(self.module)
-        if found:
-            listed = ", ".join(f"'{name}' (rank {rank})" for name, rank in found[:8])
-            raise RuntimeError(f"gradients are not finite: {listed}{' and more' if len(found) > 8 else ''}")
+        nonfinite = find_nonfinite(self.module)
+        if nonfinite:
+            listed = ", ".join(f"'{name}' (rank {rank})" for name, rank in nonfinite[:8])
+            raise RuntimeError(f"gradients are not finite: {listed}{' and more' if len(nonfinite) > 8 else ''}")
 
     # Gradients
 

@@ -117,8 +117,8 @@ def make_fsdp_dtensor(
     """
     part = _torch.held_of(param)
     if not is_sharded_param and local_tensor.numel() != part.numel():
-        found = f"has {local_tensor.numel()} elements; the parameter has shape {tuple(part.shape)}"
-        raise ValueError(f"local_tensor {found}, and is_sharded_param=False says that it is not sharded")
+        actual = f"has {local_tensor.numel()} elements; the parameter has shape {tuple(part.shape)}"
+        raise ValueError(f"local_tensor {actual}, and is_sharded_param=False says that it is not sharded")
     mesh, outer = dist_index.mesh_of(is_expert_param), dist_index.hsdp_outer_dp_shard
     made = param if isinstance(param, DTensor) else None
     if made is None and utils.using_tensor_parallel(dist_index, is_expert_param):

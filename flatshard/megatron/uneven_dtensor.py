@@ -40,13 +40,13 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> Any:
     if isinstance(dtensor, RaggedDTensor):
         return _described(dtensor)
     mesh, lane = dtensor.device_mesh, _lane(dtensor)
-    found = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
-    _agree(dtensor, found, f"metadata contract mismatch: this rank has a tensor {found}, other ranks have another one")
+    own = f"{tuple(dtensor.shape)} {dtensor.placements} {dtensor.dtype}"
+    _agree(dtensor, own, f"metadata contract mismatch: this rank has a tensor {own}, other ranks have another one")
     offsets, sizes = [0] * local.dim(), list(local.shape)
     for axis in _inner_first(dtensor.placements):
         placement: Any = dtensor.placements[axis]
-        mine = torch.tensor([sizes[placement.dim]], device=lane.device)
-        held = gathered_rows(lane, mesh.get_group(axis), mine, "uneven").flatten().tolist()
+        size = torch.tensor([sizes[placement.dim]], device=lane.device)
+        held = gathered_rows(lane, mesh.get_group(axis), size, "uneven").flatten().tolist()
         offsets[placement.dim] += sum(held[: mesh.get_local_rank(axis)])
         sizes[placement.dim] = sum(held)
     wanted = tuple(dtensor.shape)
@@ -74,10 +74,10 @@ def _lane(dtensor: DTensor) -> Lane:
     return Lane("uneven", torch.device(dtensor.device_mesh.device_type))
 
 
-def _agree(dtensor: DTensor, found: Any, otherwise: str, wanted: Any = None) -> None:
+def _agree(dtensor: DTensor, value: Any, otherwise: str, wanted: Any = None) -> None:
     """Raise on all ranks of the mesh unless ``found`` is the same on all of them and, if given, ``wanted``."""
-    differs = Agreement(_lane(dtensor), [dtensor.device_mesh]).differs(digest(found), "a tensor")
-    if differs or wanted not in (None, found):
+    differs = Agreement(_lane(dtensor), [dtensor.device_mesh]).differs(digest(value), "a tensor")
+    if differs or wanted not in (None, value):
         # It is Megatron-Core's exception too, for code that catches that one.
         core: Any = sys.modules.get("megatron.core.dist_checkpointing.core")
         theirs = getattr(core, "CheckpointingException", None)
@@ -116,14 +116,14 @@ def filter_unflattened_state_dict(
     state_dict: dict[Any, Any], key_chain: Sequence[Any] = (), visit_condition: _Condition = lambda value: False
 ) -> list[list[Any]]:
     """The key chains, outermost key first, of all values in nested dicts for which the condition is true."""
-    found: list[list[Any]] = []
+    chains: list[list[Any]] = []
     for key, value in state_dict.items():
         chain = [*key_chain, key]
         if isinstance(value, dict):
-            found += filter_unflattened_state_dict(value, chain, visit_condition)
+            chains += filter_unflattened_state_dict(value, chain, visit_condition)
         elif visit_condition(value):
-            found.append(chain)
-    return found
+            chains.append(chain)
+    return chains
 
 
 def get_unflattened_state_dict(state_dict: dict[Any, Any], key_chain: Sequence[Any] = ()) -> Any:
@@ -216,11 +216,11 @@ def get_state_dict(
 
     DTensors of flatshard's models store them already; for other DTensors all ranks of the mesh exchange them.
     """
-    found: tuple[dict[str, Any], dict[str, Any]] = states_of(model, optimizers, **choices)
+    states: tuple[dict[str, Any], dict[str, Any]] = states_of(model, optimizers, **choices)
     if any(isinstance(parameter, DTensor) and group_of(parameter) is None for parameter in model.parameters()):
-        for each in found:
+        for each in states:
             preprocess_state_dict_for_uneven_dtensor(each)
-    return found
+    return states
 
 
 def split_dtensor(

@@ -177,15 +177,15 @@ def plan_units(
     Without ``classes``, units are the repeated blocks; with ``single`` there are none. ``fine_grained`` makes a unit of
     every module inside a unit that has parameters of its own.
     """
-    found = unit_modules(model, classes)[:-1] if classes else [] if single else unit_modules(model, "auto")[:-1]
-    chosen = [modules for modules in found if any(True for module in modules for _ in module.parameters())]
+    planned = unit_modules(model, classes)[:-1] if classes else [] if single else unit_modules(model, "auto")[:-1]
+    chosen = [modules for modules in planned if any(True for module in modules for _ in module.parameters())]
     experts = list(_expert_modules(model, ""))
     inside = {below for modules in experts for module in modules for below in module.modules()}
     chosen = [modules for modules in chosen if not set(modules) & inside]
-    taken = {id(module) for modules in (*chosen, *experts) for module in modules}
+    ids = {id(module) for modules in (*chosen, *experts) for module in modules}
     for module in [below for modules in chosen for each in modules for below in each.modules()] if fine_grained else []:
-        if id(module) not in taken and module not in inside and module._parameters:
-            taken.add(id(module))
+        if id(module) not in ids and module not in inside and module._parameters:
+            ids.add(id(module))
             chosen.append([module])
     place = {module: number for number, module in enumerate(model.modules())}
     units = [*((modules, False) for modules in chosen), *((modules, True) for modules in experts)]
@@ -248,8 +248,8 @@ def using_tensor_parallel(dist_index: FSDPDistributedIndex, is_expert_parallel: 
 
 def safe_get_rank() -> int:
     """The rank. Before torch.distributed is initialised: the environment variable RANK, or 0."""
-    said = os.environ.get("RANK", "0")
-    return dist.get_rank() if dist.is_initialized() else int(said) if said.isdecimal() else 0
+    rank = os.environ.get("RANK", "0")
+    return dist.get_rank() if dist.is_initialized() else int(rank) if rank.isdecimal() else 0
 
 
 def log_single_rank(logger_: logging.Logger, level: int, msg: str, *args: Any, rank: int = 0, **kwargs: Any) -> None:
@@ -271,8 +271,8 @@ def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequen
 
 def find_megatron_fsdp(model: nn.Module) -> nn.Module | None:
     """The `MegatronFSDP` at or below ``model``."""
-    found = (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex))
-    return next(found, None)
+    wrappers = (each for each in model.modules() if isinstance(vars(each).get("dist_index"), FSDPDistributedIndex))
+    return next(wrappers, None)
 
 
 def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool = True) -> None:
@@ -298,8 +298,8 @@ def take_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> 
 
 def _inside(model: nn.Module) -> nn.Module:
     """The model inside a `MegatronFSDP`, without the prefix of names that the wrapper adds."""
-    found = find_megatron_fsdp(model)
-    return model if found is None else found.get_submodule("module")
+    wrapper = find_megatron_fsdp(model)
+    return model if wrapper is None else wrapper.get_submodule("module")
 
 
 def compute_per_param_norms(module: nn.Module) -> dict[str, dict[str, float]]:
@@ -312,8 +312,8 @@ def log_per_param_norms(module: nn.Module, iteration: int | None = None, prefix:
     """Log `compute_per_param_norms` on the first rank. All ranks call it."""
     head = " ".join([*([prefix] if prefix else []), *([] if iteration is None else [f"iteration {iteration},"])])
     for name, norms in compute_per_param_norms(module).items():
-        told = (f"{head} {name}".strip(), norms["param_norm"], norms["grad_norm"])
-        log_single_rank(_log, logging.INFO, "%s: weight %.6g, gradient %.6g", *told)
+        values = (f"{head} {name}".strip(), norms["param_norm"], norms["grad_norm"])
+        log_single_rank(_log, logging.INFO, "%s: weight %.6g, gradient %.6g", *values)
 
 
 def log_parameter_groups(module: nn.Module) -> None:

@@ -105,8 +105,8 @@ class Network:
 
     @property
     def links(self) -> dict[Level, Link]:
-        found: dict[Level, Link] = {"inside": self.inside, "between": self.between}
-        return found if self.across is None else {**found, "across": self.across}
+        links: dict[Level, Link] = {"inside": self.inside, "between": self.between}
+        return links if self.across is None else {**links, "across": self.across}
 
     def describe(self, world: int) -> str:
         """Its name and the bandwidth of the links that ``world`` ranks use."""
@@ -140,8 +140,8 @@ class Network:
             steps = [math.ceil(math.log2(count)) for count in counts]
         else:
             steps = [count - 1 for count in counts]
-        found = sum(count * link.hop for count, link in zip(steps, self.links.values()))
-        return 2 * found if kind == "all_reduce" else found
+        seconds = sum(count * link.hop for count, link in zip(steps, self.links.values()))
+        return 2 * seconds if kind == "all_reduce" else seconds
 
     def bandwidth(self, reach: Reach) -> float:
         """Bytes per second and rank of a group. It uses one rail for each of its ranks in a node, at most all rails."""

@@ -82,8 +82,8 @@ class Report:
         ]
         if self.free_network_seconds is not None and self.exposed is not None:
             free = statistics.median(self.free_network_seconds)
-            told = f"{_ms(self.exposed)} per step" if free < self.median else "not measurable: steps vary by more"
-            lines.append(f"exposed              {told} (free network: {_ms(free)})")
+            exposed = f"{_ms(self.exposed)} per step" if free < self.median else "not measurable: steps vary by more"
+            lines.append(f"exposed              {exposed} (free network: {_ms(free)})")
             if self.exposed > 1.1 * self.wire:
                 lines.append("                     more than the wire time: step times vary, or the host takes longer")
         if self.tokens_per_step:

@@ -64,10 +64,10 @@ def _run(run: ScriptRun, quiet: bool) -> Report:
         code = subprocess.run(command, stdout=subprocess.DEVNULL if quiet else None).returncode
         if code:
             raise ScriptFailed(code)
-        found = json.loads(result.read_text())
-    if "missing" in found:
-        raise ValueError(f"{run.script}: {found['missing']}")
-    report = Report.from_dict(found)
+        data = json.loads(result.read_text())
+    if "missing" in data:
+        raise ValueError(f"{run.script}: {data['missing']}")
+    report = Report.from_dict(data)
     if report.tokens_per_step is None:
         report.tokens_per_step = run.tokens
     if report.flops_per_step is None:
@@ -106,10 +106,10 @@ def _child(run_path: str, result_path: str) -> None:
             report.waits = recorded.seconds_per_step(report.steps + run.warmup, run.warmup)
             if run.record is not None:
                 Path(run.record).write_text(json.dumps({"title": " ".join(sys.argv), **recorded.to_dict()}))
-            said = report.to_json()
+            text = report.to_json()
         except (TooFewSteps, ValueError) as error:
-            said = json.dumps({"missing": str(error)})
-    Path(result_path).write_text(said)
+            text = json.dumps({"missing": str(error)})
+    Path(result_path).write_text(text)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ class DryRun:
         for number, modules in self._modules.items():
             tables = frozenset(id(module) for module in modules if module.is_table)
             intent = Intent(unshard_in_backward=len(tables) < len(modules))
-            mine, precision = self._groups[number], MixedPrecisionPolicy()
-            unit = Unit(modules, mine, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
+            unit_groups, precision = self._groups[number], MixedPrecisionPolicy()
+            unit = Unit(modules, unit_groups, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
             unit.tables = tables
             for module in modules:
                 own(module, unit)

@@ -238,14 +238,14 @@ class GroupBytes:
         return sum(segment.piece > 0 for segment in self.layout.segments)
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
-        found, current = [], list(source)
+        launches, current = [], list(source)
         piece, segments = self.piece or self.layout.run_numel * self.wire.itemsize, 1 if self.piece else self._segments
         for axis, placement in enumerate(target):
             if current[axis] != placement:
                 current[axis] = placement
                 size = piece * self._pieces(current)
-                found.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
-        return _real(found)
+                launches.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
+        return _real(launches)
 
     def _reduces(self, is_last: bool) -> list[PlannedCollective]:
         """The reduces of the last micro-batch, or of one before, after which axes may rest unreduced."""
@@ -253,8 +253,8 @@ class GroupBytes:
             return []
         rests = [given != final for given, final in zip(self.placements.gradient, self.placements.optimizer)]
         # When gradients become final, a reduce has elements that say which parameters this rank has used.
-        told = len(self.tensors) if len(self.tensors) > 1 and (is_last or not any(rests)) else 0
-        found: list[PlannedCollective] = []
+        flags = len(self.tensors) if len(self.tensors) > 1 and (is_last or not any(rests)) else 0
+        launches: list[PlannedCollective] = []
         held: list[Placement] = list(replicated(len(self.setup.mesh)).parameter)
         for axis in reversed(range(len(held))):
             final = self.placements.optimizer[axis]
@@ -263,18 +263,18 @@ class GroupBytes:
             if self.formats.reduces[axis] is not None:
                 size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
                 if is_sharded(final):
-                    found.append(self._collective("all_to_all", axis, size))
+                    launches.append(self._collective("all_to_all", axis, size))
                 else:
-                    found.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size))
+                    launches.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size))
             elif is_sharded(final):
-                elements = self.layout.run_numel * self._pieces(held) + self.setup.mesh[axis] * told
-                size, segments = elements * self.reduce.itemsize, self._segments + bool(told)
-                found.append(self._collective("reduce_scatter", axis, size, segments=segments))
+                elements = self.layout.run_numel * self._pieces(held) + self.setup.mesh[axis] * flags
+                size, segments = elements * self.reduce.itemsize, self._segments + bool(flags)
+                launches.append(self._collective("reduce_scatter", axis, size, segments=segments))
             else:
-                size = (self._numel(held) + told) * self.reduce.itemsize
-                found.append(self._collective("all_reduce", axis, size))
+                size = (self._numel(held) + flags) * self.reduce.itemsize
+                launches.append(self._collective("all_reduce", axis, size))
             held[axis] = final if is_sharded(final) else held[axis]
-        return found
+        return launches
 
     def _collective(
         self, kind: CollectiveKind, axis: int, size: int, times: int = 1, segments: int = 1, reduces: bool = True

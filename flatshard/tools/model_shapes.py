@@ -82,8 +82,8 @@ class ModelShape:
     @property
     def width(self) -> int:
         """The hidden size, from the first embedding; 0 if there is none."""
-        found = (tensor.shape[-1] for unit in self.units if unit.is_embedding for tensor in unit.tensors)
-        return next(found, 0)
+        widths = (tensor.shape[-1] for unit in self.units if unit.is_embedding for tensor in unit.tensors)
+        return next(widths, 0)
 
     @property
     def expert_counts(self) -> set[int]:
@@ -108,7 +108,7 @@ def model_of(
     known: set[nn.Parameter] = set()
     shapes = []
     for modules in made:
-        found: dict[nn.Parameter, ParamShape] = {}
+        shapes_of: dict[nn.Parameter, ParamShape] = {}
         passed = 0
         seen: set[nn.Module] = set()
         waiting = list(reversed(modules))
@@ -126,7 +126,7 @@ def model_of(
                 if parameter is not None and parameter not in known:
                     shape = tuple(parameter.shape)
                     chooses = module in stacks and experts_per_token is not None
-                    found[parameter] = ParamShape(
+                    shapes_of[parameter] = ParamShape(
                         shape,
                         parameter.dtype,
                         parameter.requires_grad,
@@ -136,11 +136,11 @@ def model_of(
                         is_expert=module in stacks,
                         queries=shape[0] if key == "weight" and path[:-1] in _QUERIES else 0,
                     )
-            known.update(found)
+            known.update(shapes_of)
             waiting += reversed(list(module.children()))
         embedding = all(type(module) is nn.Embedding for module in modules)
         block = modules[0] is not model and not isinstance(modules[0], (nn.Embedding, nn.Linear))
-        shapes.append(UnitShape(names[modules[0]] or "(root)", tuple(found.values()), embedding, block))
+        shapes.append(UnitShape(names[modules[0]] or "(root)", tuple(shapes_of.values()), embedding, block))
     (root,) = _calls(model, number, set())
     return ModelShape(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
 
@@ -334,8 +334,8 @@ def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    found = config.get(name)
-    found = default if found is None else found
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"{name} is {found!r} in the configuration; it must be a positive integer")
-    return found
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r} in the configuration; it must be a positive integer")
+    return value

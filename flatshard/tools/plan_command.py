@@ -118,8 +118,8 @@ def plan(options: argparse.Namespace) -> int:
     )
     model = load_model(options.model, options.units or "auto", options.experts_per_token)
     if options.batch is not None:
-        left = activations_of(*load_runnable(options.model), options.batch, options.length, precision.param_dtype)
-        saved, recomputed = (size + (activations or 0) for size in (left.saved, left.recomputed))
+        memory_of = activations_of(*load_runnable(options.model), options.batch, options.length, precision.param_dtype)
+        saved, recomputed = (size + (activations or 0) for size in (memory_of.saved, memory_of.recomputed))
         activations, recomputed = (recomputed, None) if options.recompute else (saved, recomputed)
     speed = None
     if tflops == "measured":
@@ -140,10 +140,10 @@ def plan(options: argparse.Namespace) -> int:
         speed=speed,
         expert_parts=options.ep,
     )
-    found = compare_strategies(model, machine, training)
+    comparison = compare_strategies(model, machine, training)
     if options.json:
-        options.json.write_text(found.to_json())
-    print(found.table())
+        options.json.write_text(comparison.to_json())
+    print(comparison.table())
     if options.picture:
         print(f"\n{picture(model, machine, training)}")
     return 0
@@ -169,10 +169,10 @@ def _size(name: str, given: str) -> float:
 def _dtype(name: str, given: str | None) -> torch.dtype | None:
     import torch
 
-    found = None if given is None else getattr(torch, given, None)
-    if given is not None and not isinstance(found, torch.dtype):
+    dtype = None if given is None else getattr(torch, given, None)
+    if given is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"--{name.replace('_', '-')} {given!r}: must be a dtype of torch, for example bfloat16")
-    return found
+    return dtype
 
 
 def check_writable(name: str, path: Path | None) -> None:

@@ -51,11 +51,11 @@ class Record:
         if lines is None or not all(isinstance(line, dict) and {"step", "loss"} <= line.keys() for line in lines):
             raise ValueError(f"{losses}: is not the log of a run; make one with `flatshard train --losses FILE`")
         try:
-            found = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
-            found._shown(), found.trace()
+            record = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
+            record._shown(), record.trace()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: is damaged, or not a recording: {type(error).__name__}: {error}") from error
-        return found
+        return record
 
     @property
     def step_seconds(self) -> float:
@@ -64,11 +64,11 @@ class Record:
 
     def waited(self) -> dict[tuple[str, str], float]:
         """Seconds per step that compute waits, by phase and unit."""
-        found: dict[tuple[str, str], float] = {}
+        seconds: dict[tuple[str, str], float] = {}
         for wait in self.data["waits"]:
             key = wait["phase"], wait["unit"]
-            found[key] = found.get(key, 0.0) + (wait["end"] - wait["begin"]) / max(1, len(self.data["steps"]))
-        return found
+            seconds[key] = seconds.get(key, 0.0) + (wait["end"] - wait["begin"]) / max(1, len(self.data["steps"]))
+        return seconds
 
     def exposed(self) -> list[dict[str, Any]]:
         """Where compute waits, the longest first. Waits with the same advice are in one row."""
@@ -117,30 +117,30 @@ class Record:
         if not step:
             return []
         exposed = 100 * sum(self.waited().values()) / step
-        found = [Figure("step", step, _time), Figure("exposed: compute waits", exposed, "{:.1f}%".format)]
+        figures = [Figure("step", step, _time), Figure("exposed: compute waits", exposed, "{:.1f}%".format)]
         rates = {name: (known.get(f"{name}_per_step") or 0) / step for name in ("tokens", "flops")}
         if rates["tokens"]:
-            found.append(Figure("tokens/s per rank", rates["tokens"], "{:,.0f}".format))
+            figures.append(Figure("tokens/s per rank", rates["tokens"], "{:,.0f}".format))
         peak = self.peak_flops or next((f for n, f in PEAK_FLOPS.items() if n in known.get("device", "")), None)
         if rates["flops"] and peak:
-            found.append(Figure("MFU", 100 * rates["flops"] / peak, "{:.1f}%".format))
+            figures.append(Figure("MFU", 100 * rates["flops"] / peak, "{:.1f}%".format))
         elif rates["flops"]:
-            found.append(Figure("model GFLOP/s per rank", rates["flops"] / 1e9, "{:,.1f}".format))
+            figures.append(Figure("model GFLOP/s per rank", rates["flops"] / 1e9, "{:,.1f}".format))
         sent = sum(span["bytes"] for span in self.data["spans"]) / steps
-        found.append(Figure("communicated per step", sent, format_bytes))
+        figures.append(Figure("communicated per step", sent, format_bytes))
         held = sum(known.get("memory", {}).get(name, 0) for name in _FIXED)
         moments = [held + sum(each.get(name) or 0 for name in _MOVING) for each in self.data["memory"]]
         moments += [each.get("allocated") or 0 for each in self.data["memory"]]
-        found.append(Figure("peak memory", max([known.get("memory", {}).get("peak", 0), *moments]), format_bytes))
+        figures.append(Figure("peak memory", max([known.get("memory", {}).get("peak", 0), *moments]), format_bytes))
         if self.curve:
-            found.append(Figure("last loss", self.curve[-1]["loss"], "{:.3f}".format))
-        return found
+            figures.append(Figure("last loss", self.curve[-1]["loss"], "{:.3f}".format))
+        return figures
 
     @property
     def _known(self) -> Mapping[str, Any]:
         """The description of the rehearsal or run in the recording."""
-        found: Mapping[str, Any] = self.data.get("rehearsal") or self.data.get("run") or {}
-        return found
+        facts: Mapping[str, Any] = self.data.get("rehearsal") or self.data.get("run") or {}
+        return facts
 
     def about(self) -> str:
         """One line about rank, network, device and version of torch."""

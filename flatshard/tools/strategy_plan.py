@@ -112,11 +112,11 @@ class StrategyPlan:
     def to_json(self) -> str:
         rows: list[dict[str, Any]] = []
         for row in self.rows:
-            found = {"name": row.name, **asdict(row)}
-            found["memory"].pop("launches")
+            entry = {"name": row.name, **asdict(row)}
+            entry["memory"].pop("launches")
             for moment in ("resting", "peak"):
-                found["memory"][moment]["total"] = getattr(row.memory, moment).total
-            rows.append(found)
+                entry["memory"][moment]["total"] = getattr(row.memory, moment).total
+            rows.append(entry)
         machine = {name: getattr(self.machine, name) for name in ("devices", "memory", "spare")}
         network = self.machine.network
         document = {
@@ -144,8 +144,8 @@ class StrategyPlan:
         precision = self.training.precision
         named = {name: getattr(precision, name) for name in ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype")}
         named |= {name: getattr(precision, name) for name in ("gather_format", "reduce_format")}
-        said = {name: value if isinstance(value, torch.dtype) else repr(value) for name, value in named.items()}
-        dtypes = ", ".join(f"{name}={said[name]}" for name, value in named.items() if value is not None)
+        code = {name: value if isinstance(value, torch.dtype) else repr(value) for name, value in named.items()}
+        dtypes = ", ".join(f"{name}={code[name]}" for name, value in named.items() if value is not None)
         axes = ("dp",) if len(row.mesh) == 1 else ("replicas", "shard")
         choices = ["mesh=mesh", "mp_policy=policy"]
         choices += [f'strategy="{row.strategy}"'] if row.strategy != "optim_grads_params" else []
@@ -231,8 +231,8 @@ class StrategyPlan:
             f"{gigabytes(machine.memory)}, {machine.network.ranks_per_node} per node",
             f"network {machine.network.describe(machine.devices)}",
         ]
-        said = [*([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
-        return "\n".join([*head, "", *table, "", *self._legend(unit), "", *said])
+        after = [*([code, ""] if code else []), self.why, *([self.formats] if self.formats else [])]
+        return "\n".join([*head, "", *table, "", *self._legend(unit), "", *after])
 
     def _legend(self, unit: str) -> list[str]:
         training, timed = self.training, self.training.speed is not None
@@ -260,9 +260,9 @@ class StrategyPlan:
             "bound; its step time is not estimated." if timed else "bound.",
         ]
         if any(row.ep > 1 for row in self.rows):
-            told = "wire and step include the tokens that they send to each other."
-            told = told if timed else "Tokens that they send are not counted: give --tokens and --tflops."
-            notes.append(f"ep N: expert parallelism; N neighbouring ranks hold different experts. {told}")
+            note = "wire and step include the tokens that they send to each other."
+            note = note if timed else "Tokens that they send are not counted: give --tokens and --tflops."
+            notes.append(f"ep N: expert parallelism; N neighbouring ranks hold different experts. {note}")
         if not known:
             notes += [
                 "Activations are unknown. Give --batch and --length, or --activations, to see what fits with them,",

@@ -162,8 +162,8 @@ def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) 
     """
     from torch.utils.benchmark import Timer  # takes long to import, and is seldom needed
 
-    found = torch.accelerator.current_accelerator()
-    device = torch.device("cpu") if found is None else found
+    accelerator = torch.accelerator.current_accelerator()
+    device = torch.device("cpu") if accelerator is None else accelerator
     block = max((unit for unit in model.units if not unit.is_embedding), key=lambda unit: unit.numel)
     done, seconds, threads = 0.0, 0.0, torch.get_num_threads()
 

@@ -132,8 +132,8 @@ def _table(model: nn.Module) -> nn.Module | None:
     if isinstance(model, Llama):
         return model.embed
     assert isinstance(model, Causal)
-    found: nn.Module = model.inner.get_input_embeddings()
-    return None if model.inner.config.tie_word_embeddings else found
+    table: nn.Module = model.inner.get_input_embeddings()
+    return None if model.inner.config.tie_word_embeddings else table
 
 
 def build_optimizer(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings) -> torch.optim.Optimizer:

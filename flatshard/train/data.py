@@ -86,8 +86,8 @@ def _encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     """The tokens of a text. For a rendered conversation, whose template has written special tokens, add none."""
     if tokenizer is None:
         return list(text.encode())
-    found: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    return found
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return ids
 
 
 def _binary(path: Path, dtype: str) -> Tensor:
@@ -126,16 +126,16 @@ def _dataset(path: Path, settings: TrainSettings, tokenizer: Any, vocab: int) ->
     except ImportError as error:
         raise Mistake(f"--data {path}: for a folder, datasets must be installed: pip install datasets") from error
     try:
-        found = load_from_disk(str(path))
+        dataset = load_from_disk(str(path))
     except Exception as error:
         raise Mistake(f"--data {path}: is not a dataset that save_to_disk has written: {error}") from error
-    if isinstance(found, DatasetDict):
-        found = found["train" if "train" in found else next(iter(found))]
-    if settings.column not in found.column_names:
-        raise Mistake(f"--column {settings.column}: the columns of {path} are {', '.join(found.column_names)}")
+    if isinstance(dataset, DatasetDict):
+        dataset = dataset["train" if "train" in dataset else next(iter(dataset))]
+    if settings.column not in dataset.column_names:
+        raise Mistake(f"--column {settings.column}: the columns of {path} are {', '.join(dataset.column_names)}")
     end = [] if settings.end_token is None else [settings.end_token]
     packed: list[Tensor] = []
-    for number, document in enumerate(found[settings.column]):
+    for number, document in enumerate(dataset[settings.column]):
         if isinstance(document, str):
             document = _encode(tokenizer, document)
         elif not isinstance(document, list):
@@ -163,15 +163,15 @@ def _conversations(path: Path) -> Iterator[list[Message]]:
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             messages = json.loads(line)["messages"]
-            found = [{"role": each["role"], "content": each["content"]} for each in messages]
+            cleaned = [{"role": each["role"], "content": each["content"]} for each in messages]
         except (ValueError, KeyError, TypeError) as error:
             form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
             raise Mistake(f"--data {path}, line {number}: must have the form {form}") from error
-        if not all(isinstance(text, str) for each in found for text in each.values()):
+        if not all(isinstance(text, str) for each in cleaned for text in each.values()):
             raise Mistake(f"--data {path}, line {number}: roles and contents must be strings")
-        if not any(each["role"] == "assistant" for each in found):
+        if not any(each["role"] == "assistant" for each in cleaned):
             raise Mistake(f"--data {path}, line {number}: no message has the role assistant; remove the line")
-        yield found
+        yield cleaned
 
 
 def _turns(messages: Sequence[Message], render: Render) -> Iterator[tuple[str, bool]]:
@@ -272,8 +272,8 @@ def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tup
             f"--val-every {settings.val_every}: needs one row of --context {settings.context} for each of {world} "
             f"processes; {held} tokens are for validation, and --val-rows is {settings.val_rows}"
         )
-    mine = torch.arange(rank * rows, (rank + 1) * rows)
-    return _windows(text, training + mine * settings.context, settings.context)
+    numbers = torch.arange(rank * rows, (rank + 1) * rows)
+    return _windows(text, training + numbers * settings.context, settings.context)
 
 
 def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:

@@ -145,10 +145,10 @@ def _start(settings: TrainSettings, processes: int) -> int:
         # A killed rank reports no time and goes first: others fail because it is gone.
         killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
         rank, failure = killed[0] if killed else error.get_first_failure()
-        said: Any = failure.message
-        if isinstance(said, dict):
-            said = said.get("extraInfo", {}).get("py_callstack", said.get("message", ""))
-        print(f"flatshard train: rank {rank} failed\n{said}", file=sys.stderr)
+        message: Any = failure.message
+        if isinstance(message, dict):
+            message = message.get("extraInfo", {}).get("py_callstack", message.get("message", ""))
+        print(f"flatshard train: rank {rank} failed\n{message}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     return max(int(status) for status in statuses.values())
 

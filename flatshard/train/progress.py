@@ -100,9 +100,9 @@ class Bar:
         self._last = time.monotonic()
         # The width beside the count of steps and the time left. If the line is too long, rich cuts all columns.
         room = self._bar.console.width - len(f"{self._steps}/{self._steps}") - len("left 00:00:00") - 3
-        told = reading.within(room - 8)
-        self._bar.columns[0].bar_width = max(room - len(told), 4)
-        self._bar.update(self._task, completed=reading.step, reading=told)
+        text = reading.within(room - 8)
+        self._bar.columns[0].bar_width = max(room - len(text), 4)
+        self._bar.update(self._task, completed=reading.step, reading=text)
 
 
 @contextmanager

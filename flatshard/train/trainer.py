@@ -79,17 +79,17 @@ class Trainer:
         newest = from_all_ranks(ranks, on_all_ranks(ranks, lambda: _newest(folder) if ranks.rank == 0 else None))[0]
         if newest is None:
             return 0
-        found = folder / newest
+        path = folder / newest
         try:
-            extra = checkpoint.load(found, self.model, self.optimizer)
+            extra = checkpoint.load(path, self.model, self.optimizer)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. If you remove {found}, the run continues from the previous checkpoint"
+                f"{error}. If you remove {path}, the run continues from the previous checkpoint"
             ) from error
         if not isinstance(extra, dict) or not {"step", "recipe"} <= extra.keys():
             lacks = "does not have the step and the settings of a run, so another program wrote it"
-            raise Mistake(f"{found} {lacks}; give another --checkpoint")
-        self.settings.check_continues(extra["recipe"], found)
+            raise Mistake(f"{path} {lacks}; give another --checkpoint")
+        self.settings.check_continues(extra["recipe"], path)
         return int(extra["step"])
 
     def steps(self) -> Iterator[Step]:
@@ -129,7 +129,7 @@ class Trainer:
         extra = {"step": number, "recipe": self.settings.recipe}
         return checkpoint.save(path, self.model, self.optimizer, extra, keep_last=self.settings.keep, asynchronous=True)
 
-    def _recorded(self, found: Recording, number: int) -> dict[str, Any]:
+    def _recorded(self, recorded: Recording, number: int) -> dict[str, Any]:
         """The recording for `flatshard report`, which ends with step ``number``."""
         states = self.optimizer.state.values()
         held = [value for state in states for value in state.values() if isinstance(value, DTensor)]
@@ -138,7 +138,7 @@ class Trainer:
         run = {"rank": 0, "world": self.mesh.size(), "device": self.mesh.device_type, "torch": torch.__version__}
         run |= {"tokens_per_step": tokens, "flops_per_step": tokens * self.flops_per_token}
         run["memory"] = {"parameters": parameters, "optimizer state": _local_bytes(held)}
-        steps = found.to_dict(before=self.done + _RECORDED[0] - 1)
+        steps = recorded.to_dict(before=self.done + _RECORDED[0] - 1)
         return {"title": f"flatshard train, steps {number - 1} and {number}", "run": run, **steps}
 
     def _step(self, number: int) -> Step:
@@ -253,12 +253,12 @@ def _local_bytes(tensors: Sequence[Tensor]) -> int:
 
 def _newest(folder: Path) -> str | None:
     """The name of the newest checkpoint. CheckpointError if an incomplete one has the name of a later step."""
-    found = checkpoint.latest(folder)
-    done = 0 if found is None else _step_of(found)
+    latest = checkpoint.latest(folder)
+    done = 0 if latest is None else _step_of(latest)
     odd = next((path for path in folder.glob("step-*") if _step_of(path) > done), None)
     if odd is not None:
         raise CheckpointError(f"{odd} is not a complete checkpoint, and step {_step_of(odd)} needs its name: remove it")
-    return None if found is None else found.name
+    return None if latest is None else latest.name
 
 
 def _step_of(path: Path) -> int:

@@ -13,16 +13,16 @@ from flatshard.trust.record import MOST_RANKS, Entry, ReadRecord, decoded, in_ra
 
 def read_records(folder: Path) -> dict[int, ReadRecord]:
     """The records of a folder by rank: rings, or the JSON of those that have been dumped. ValueError if it has none."""
-    found = {}
+    records = {}
     for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
         try:
             record = _read(path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a flight record: {error}") from error
-        found[record.header["rank"]] = record
-    if not found:
+        records[record.header["rank"]] = record
+    if not records:
         raise ValueError(f"no flight records (rank-*.ring, rank-*.json) in {folder}")
-    return found
+    return records
 
 
 def _read(path: Path) -> ReadRecord:
@@ -47,41 +47,41 @@ def _is_sound(entry: Entry) -> bool:
 
 def blame(records: dict[int, ReadRecord]) -> str:
     world = max(int(record.header.get("world", 1)) for record in records.values())
-    said = [f"Records of {len(records)} of {world} ranks."]
+    sentences = [f"Records of {len(records)} of {world} ranks."]
     absent = sorted(set(range(world)) - set(records))
     if absent:
-        said.append(f"No record of rank {ranges(absent)}: it ended without an error, or its record is elsewhere.")
+        sentences.append(f"No record of rank {ranges(absent)}: it ended without an error, or its record is elsewhere.")
     for rank, record in sorted(records.items()):
         if "error" in record.header and not str(record.header["error"]).startswith("PeerError"):
             last = f" after {record.entries[-1]}" if record.entries else ""
-            said.append(f"Rank {rank} raised {record.header['error']}{last}.")
+            sentences.append(f"Rank {rank} raised {record.header['error']}{last}.")
     for rank, record in sorted(records.items()):
-        said += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
+        sentences += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
     by_group = _by_group(records)
-    differences = [told for group, ranks in by_group.items() if (told := _first_difference(group, ranks)) is not None]
+    differences = [diff for group, ranks in by_group.items() if (diff := _first_difference(group, ranks)) is not None]
     if differences:
-        said += [text for _, text in sorted(differences)][:2]
-    elif len(said) == 1:
-        said.append("In every group all ranks launched the same collectives, as far as the records go back.")
+        sentences += [text for _, text in sorted(differences)][:2]
+    elif len(sentences) == 1:
+        sentences.append("In every group all ranks launched the same collectives, as far as the records go back.")
     pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
     if not differences and pending:
         text, count = pending.most_common(1)[0]
         # A rank without a record may not have launched it.
         remedy = "" if absent else ": check the network"
-        said.append(f"{count} ranks launched {text}, which has not ended{remedy}.")
-    return " ".join(said)
+        sentences.append(f"{count} ranks launched {text}, which has not ended{remedy}.")
+    return " ".join(sentences)
 
 
 def _by_group(records: dict[int, ReadRecord]) -> dict[str, dict[int, list[Entry]]]:
     """Per group of ranks: the launches of each of its ranks."""
-    found: dict[str, dict[int, list[Entry]]] = {}
+    groups: dict[str, dict[int, list[Entry]]] = {}
     for rank, record in records.items():
         for entry in record.entries:
-            if entry.group not in found:
+            if entry.group not in groups:
                 members = in_range((entry.group.split() or [""])[-1])
-                found[entry.group] = {member: [] for member in members if member in records}
-            found[entry.group].setdefault(rank, []).append(entry)
-    return found
+                groups[entry.group] = {member: [] for member in members if member in records}
+            groups[entry.group].setdefault(rank, []).append(entry)
+    return groups
 
 
 def _first_difference(group: str, ranks: dict[int, list[Entry]]) -> tuple[float, str] | None:
@@ -89,22 +89,22 @@ def _first_difference(group: str, ranks: dict[int, list[Entry]]) -> tuple[float,
     at = {rank: {entry.of_group: entry for entry in entries} for rank, entries in ranks.items()}
     first = max((min(numbers) for numbers in at.values() if numbers), default=1)  # before, some ring has gone round
     for number in sorted({number for numbers in at.values() for number in numbers if number >= first}):
-        here = {rank: numbers[number] for rank, numbers in at.items() if number in numbers}
-        kinds = {entry.what for entry in here.values()}
-        if len(here) == len(at) and len(kinds) == 1:
+        launches = {rank: numbers[number] for rank, numbers in at.items() if number in numbers}
+        kinds = {entry.what for entry in launches.values()}
+        if len(launches) == len(at) and len(kinds) == 1:
             continue
-        when = min(entry.launched for entry in here.values())
+        when = min(entry.launched for entry in launches.values())
         by_what: dict[str, list[int]] = {}
-        for rank, entry in here.items():
+        for rank, entry in launches.items():
             by_what.setdefault(str(entry), []).append(rank)
-        told = [f"rank {ranges(sorted(who))} launched {what}" for what, who in sorted(by_what.items())]
-        missing = sorted(set(at) - set(here))
+        clauses = [f"rank {ranges(sorted(who))} launched {what}" for what, who in sorted(by_what.items())]
+        missing = sorted(set(at) - set(launches))
         if missing:
             before = at[missing[0]].get(number - 1)
             stopped = f"rank {ranges(missing)} launched nothing more in this group"
-            told.append(stopped + (f" after {before}" if before is not None else ""))
+            clauses.append(stopped + (f" after {before}" if before is not None else ""))
         clock = time.strftime("%H:%M:%S", time.localtime(when))
-        return when, f"In group '{group}', launch {number}, at {clock}: {'; '.join(told)}."
+        return when, f"In group '{group}', launch {number}, at {clock}: {'; '.join(clauses)}."
     return None
 
 

@@ -67,8 +67,8 @@ class Links:
             self._listener = socket.create_server((address, 0), family=family, backlog=2 * _FANOUT)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            said = [name, self._listener.getsockname()[1], self._token]
-            self._store.set(f"links/{self._rank}", json.dumps(said))
+            location = [name, self._listener.getsockname()[1], self._token]
+            self._store.set(f"links/{self._rank}", json.dumps(location))
 
     def seek(self) -> None:
         """Connect to the parent, once its address is published. RuntimeError: the store is gone."""
@@ -88,8 +88,8 @@ class Links:
         """The value of a key in the store, for messages from before all were connected; None without a store."""
         if self._store is None or not self._store.check([key]):
             return None
-        found: str = self._store.get(key).decode(errors="replace")
-        return found
+        value: str = self._store.get(key).decode(errors="replace")
+        return value
 
     def forget_store(self) -> None:
         """Drop the store: children that have not connected, and the parent, are then not waited for."""
@@ -183,8 +183,8 @@ class Links:
             link.send(_line({"welcome": self._rank}))
         else:
             return False
-        for told in self._news:
-            link.send(told)
+        for line in self._news:
+            link.send(line)
         return True
 
     def _remove(self, link: _Link) -> None:
@@ -240,8 +240,8 @@ def _line(message: Message) -> bytes:
 def _own_address() -> tuple[str, str]:
     """The address to listen on, and the name for other ranks: of the interface that faces the first node."""
     first = os.environ.get("MASTER_ADDR", "localhost")
-    world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    if (world is not None and world == here) or _is_loopback(first):
+    world, local_world = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if (world is not None and world == local_world) or _is_loopback(first):
         return "127.0.0.1", "127.0.0.1"
     family, kind, protocol, _, address = socket.getaddrinfo(first, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

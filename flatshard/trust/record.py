@@ -112,9 +112,9 @@ class FlightRecord:
             self._groups[label] = GroupRecord(index, limit)
             at = _HEADER + index * _LABEL
             self._map[at : at + _LABEL] = label.encode()[:_LABEL].ljust(_LABEL, b"\0")
-        found = self._groups[label]
-        found.limit = limit if limit is not None else found.limit
-        return found
+        group = self._groups[label]
+        group.limit = limit if limit is not None else group.limit
+        return group
 
     def append(self, group: GroupRecord, kind: int, name: str, numbytes: int, launched: Any) -> None:
         """Record a launch. ``launched`` has ``is_on_device`` and ``has_ended()``, as tickets have."""
@@ -173,13 +173,13 @@ class FlightRecord:
         return None if group is None else group.limit
 
     def _entry(self, number: int) -> Entry:
-        found = _unpacked(self._map, _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size)
-        assert found is not None
-        return found
+        entry = _unpacked(self._map, _HEADER + _GROUPS + number % CAPACITY * _ENTRY.size)
+        assert entry is not None
+        return entry
 
-    def tell(self, **told: Any) -> None:
+    def tell(self, **facts: Any) -> None:
         """Write facts about this process to the header."""
-        self.header.update(told)
+        self.header.update(facts)
         text = json.dumps(self.header).encode()
         while len(text) > _HEADER:  # only an error can be that long
             longest = max(self.header, key=lambda key: len(str(self.header[key])))
@@ -187,12 +187,12 @@ class FlightRecord:
             text = json.dumps(self.header).encode()
         self._map[:_HEADER] = text.ljust(_HEADER, b"\0")
 
-    def keep_in(self, folder: Path, rank: int, **told: Any) -> None:
+    def keep_in(self, folder: Path, rank: int, **facts: Any) -> None:
         """Move the record to a file in this folder, which `forget` removes. Earlier launches are kept.
 
         OSError: the file cannot be created. The file of an earlier process of this rank is replaced.
         """
-        self.tell(rank=rank, **told)
+        self.tell(rank=rank, **facts)
         path = folder / f"rank-{rank}.ring"
         if path == self._path:
             return
@@ -223,12 +223,12 @@ class FlightRecord:
     def dump(self) -> str:
         """Write the record as JSON beside the ring buffer; returns the last entries and the path, for people."""
         self.settle()
-        found = self.read()
+        record = self.read()
         lines = [f"flatshard: the last collectives of rank {self.header['rank']}:"]
-        lines += [f"  #{e.number} {found.fate(e):<9} {e}, group {e.group}" for e in found.entries[-12:]]
+        lines += [f"  #{e.number} {record.fate(e):<9} {e}, group {e.group}" for e in record.entries[-12:]]
         if self._path is not None:
             path = self._path.with_suffix(".json")
-            path.write_text(json.dumps(asdict(found), indent=1))
+            path.write_text(json.dumps(asdict(record), indent=1))
             lines.append(f"flatshard: written to {path}")
         return "\n".join(lines)
 
@@ -246,8 +246,8 @@ def decoded(data: bytes) -> ReadRecord:
     text = data[:_HEADER].rstrip(b"\0")
     header = json.loads(text) if text else {"rank": 0, "world": 1}
     places = range(_HEADER + _GROUPS, _SIZE, _ENTRY.size)
-    found = [entry for at in places if (entry := _unpacked(data, at)) is not None]
-    return ReadRecord(header, sorted(found, key=lambda entry: entry.number))
+    entries = [entry for at in places if (entry := _unpacked(data, at)) is not None]
+    return ReadRecord(header, sorted(entries, key=lambda entry: entry.number))
 
 
 def _unpacked(data: bytes | mmap.mmap, at: int) -> Entry | None:
@@ -266,7 +266,7 @@ def _decoded(text: bytes) -> str:
 
 def ranges(ranks: Sequence[int]) -> str:
     """Ranks in short form: 0-3, or 0-6/2 for every second one; 0-3,5-7 for several ranges."""
-    said, at = [], 0
+    parts, at = [], 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
         end = at + 1
@@ -275,22 +275,22 @@ def ranges(ranks: Sequence[int]) -> str:
         if end - at < 3:
             end = at + 1
         first, last = ranks[at], ranks[end - 1]
-        said.append(f"{first}" if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
+        parts.append(f"{first}" if first == last else f"{first}-{last}" + (f"/{step}" if step > 1 else ""))
         at = end
-    return ",".join(said)
+    return ",".join(parts)
 
 
 def in_range(text: str) -> list[int]:
     """The ranks of a text from `ranges`; none for any other text."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         start, dash, rest = part.partition("-")
         stop, _, step = rest.partition("/")
         if dash and start.isdecimal() and stop.isdecimal() and (step or "1").isdecimal() and int(step or 1):
-            found += range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1))
+            ranks += range(min(int(start), MOST_RANKS), min(int(stop) + 1, MOST_RANKS), int(step or 1))
         elif part.isdecimal():
-            found.append(int(part))
-    return found
+            ranks.append(int(part))
+    return ranks
 
 
 def records_folder() -> Path | None:
@@ -307,10 +307,10 @@ def records_folder() -> Path | None:
         return folder
     job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
     job = "".join(c if c.isalnum() or c in "-." else "_" for c in job).strip("-") or str(os.getpid())
-    mine = Path(tempfile.gettempdir()) / f"flatshard-{os.getuid()}"
-    mine.mkdir(mode=0o700, exist_ok=True)
-    if mine.is_symlink() or mine.stat().st_uid != os.getuid():
-        raise PermissionError(f"{mine} belongs to another user; set FLATSHARD_RECORD to a folder of your own")
-    folder = mine / job
+    user_folder = Path(tempfile.gettempdir()) / f"flatshard-{os.getuid()}"
+    user_folder.mkdir(mode=0o700, exist_ok=True)
+    if user_folder.is_symlink() or user_folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{user_folder} belongs to another user; set FLATSHARD_RECORD to a folder of your own")
+    folder = user_folder / job
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -151,12 +151,12 @@ class Survey:
         """The answers of other ranks, and which ranks have ended or have not answered."""
         states, left = dict(self._states), self._others & self._left
         silent = sorted(self._others - states.keys() - left)
-        said = [f"rank {rank} {state}" for rank, state in sorted(states.items())][:16]
+        sentences = [f"rank {rank} {state}" for rank, state in sorted(states.items())][:16]
         if left:
-            said.append(f"rank {_listed(sorted(left))} has ended")
+            sentences.append(f"rank {_listed(sorted(left))} has ended")
         if silent:
-            said.append(f"no answer from rank {_listed(silent)}: it is stopped or cannot be reached")
-        text = "; ".join(said)
+            sentences.append(f"no answer from rank {_listed(silent)}: it is stopped or cannot be reached")
+        text = "; ".join(sentences)
         return text[:1].upper() + text[1:]
 
 
@@ -235,12 +235,12 @@ class Watch:
             return True
         try:
             links.seek()
-            said = links.said("raised")
+            message = links.said("raised")
         except RuntimeError:
             links.forget_store()  # it went away with the rank that kept it
             return True
-        if said is not None:
-            rank, _, text = said.partition(" ")
+        if message is not None:
+            rank, _, text = message.partition(" ")
             if int(rank) != self.group.rank:
                 self.verdict.add(f"rank {rank} raised {text}", by=int(rank))
         if links.are_complete():
@@ -280,8 +280,8 @@ class Watch:
         """Send what this rank waits for, which ranks have said goodbye to it, and its own question, if any."""
         if self._links is not None:
             gone = {"gone": sorted(self._links.left)} if self._links.left else {}
-            said = {"state": self._survey.own_state(), "rank": self.group.rank}
-            self._links.tell({**question, **said, **gone})
+            answer = {"state": self._survey.own_state(), "rank": self.group.rank}
+            self._links.tell({**question, **answer, **gone})
 
     # Failed waits
 
@@ -312,8 +312,8 @@ class Watch:
             if self._survey.begin():
                 self._answer({"ask": self.group.rank})
 
-        asked = time.monotonic()
+        began = time.monotonic()
         self._loop.do(send)
-        while self.verdict.reason is None and time.monotonic() < asked + GRACE and not self._survey.is_complete():
+        while self.verdict.reason is None and time.monotonic() < began + GRACE and not self._survey.is_complete():
             time.sleep(0.05)
         return self._survey.summary()

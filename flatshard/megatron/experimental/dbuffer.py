@@ -88,8 +88,8 @@ class DBuffer:
     ) -> DBuffer:
         """A buffer over existing memory. ``allocation_stream`` may say on which stream that was allocated."""
         if local_buffer.dim() != 1 or not local_buffer.is_contiguous():
-            found = f"shape {tuple(local_buffer.shape)} and stride {local_buffer.stride()}"
-            raise ValueError(f"local_buffer has {found}; it must be flat and contiguous")
+            actual = f"shape {tuple(local_buffer.shape)} and stride {local_buffer.stride()}"
+            raise ValueError(f"local_buffer has {actual}; it must be flat and contiguous")
         dtype, device = local_buffer.dtype, local_buffer.device
         return cls(mesh, placements, tensor_shapes, dtype, device, local=local_buffer, **on)
 
@@ -201,8 +201,8 @@ class DBuffer:
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
         wanted = _cut(placements)
-        found = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
-        if found != (self.mesh, wanted, self.layout, dtype):
+        actual = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
+        if actual != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
         return out
 

@@ -29,8 +29,8 @@ class FsdpContext:
     _guards: list[Any] = field(default_factory=list)  # hooks that raise if a unit runs before `close`
 
     def _ordered(self, modules: Callable[[nn.Module], Iterator[nn.Module]], backwards: bool = False) -> list[nn.Module]:
-        mine, roots = {id(unit) for unit in self.units}, self.roots
-        return [each for root in (roots[::-1] if backwards else roots) for each in modules(root) if id(each) in mine]
+        ids, roots = {id(unit) for unit in self.units}, self.roots
+        return [each for root in (roots[::-1] if backwards else roots) for each in modules(root) if id(each) in ids]
 
     @property
     def roots(self) -> list[nn.Module]:
@@ -105,7 +105,7 @@ class FsdpModule(FSDPModule):
     @property
     def name(self) -> str:
         """The name of this module within the root of its context; the root has an empty name."""
-        named = (found for root in self.context.roots for found in root.named_modules())
+        named = (pair for root in self.context.roots for pair in root.named_modules())
         return str(next(name for name, each in named if each is self))
 
     phase = property(lambda self: _unit(self).phase, doc="Whether this unit is in forward, in backward or in neither.")

@@ -91,7 +91,7 @@ def sync_model_weights_from_main_weights(parameters: Iterable[nn.Parameter]) -> 
 
     All ranks must update the same units, and ``parameters`` may be of other units on another rank.
     """
-    found = (group_of(parameter) for parameter in parameters)
-    for context in dict.fromkeys(CONTEXTS[group] for group in found if group is not None and group in CONTEXTS):
+    groups = (group_of(parameter) for parameter in parameters)
+    for context in dict.fromkeys(CONTEXTS[group] for group in groups if group is not None and group in CONTEXTS):
         for group in context.parameter_groups:
             group.sync_model_weight_from_main_weight()
