@@ -34,7 +34,7 @@ ROWWISE = ("exp_avg_scale", "exp_avg_sq_scale")  # entries with as many rows as 
 
 
 class _Code(NamedTuple):
-    """How a moment is stored, as a fraction of the largest of its block: ``encode`` of it in this many ``steps``."""
+    """How a moment is stored: ``encode`` of its ratio to the largest of its block, as a multiple of 1 / ``steps``."""
 
     dtype: torch.dtype
     steps: int
@@ -161,7 +161,7 @@ def _begin(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def with_rows_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor whose rows lie where those of a parameter do."""
+    """A tensor whose rows are sharded as those of a parameter. ``local``: this rank's rows."""
     if not isinstance(parameter, DTensor):
         return local
     if local.shape == _torch.local_of(parameter).shape:
@@ -182,7 +182,7 @@ def _blocks(local: torch.Tensor) -> torch.Tensor:
 
 
 def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """What this rank holds of an entry, which lies as the parameter does. One that was loaded whole is cut."""
+    """This rank's shard of a state entry. An entry that was loaded in full is sharded first, as the parameter is."""
     value = state[name]
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         local = _torch.held_of(parameter)
@@ -199,13 +199,13 @@ def _held(parameter: torch.Tensor, state: dict[str, Any], name: str, dtype: torc
 
 
 def cut_entries(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Cut what was loaded whole as the parameter is."""
+    """Shard entries that were loaded in full, as the parameter is sharded."""
     for name in [name for name in state if name != "step"]:
         _held(parameter, state, name, state[name].dtype)
 
 
 def _read(parameter: torch.Tensor, state: dict[str, Any], name: str) -> torch.Tensor:
-    """A moment in float32, in memory of its own."""
+    """A moment in float32, in new memory."""
     if f"{name}_scale" not in state:
         return _held(parameter, state, name, torch.float32).clone()
     code = _CODES[name]

@@ -118,9 +118,9 @@ def _norm_type(norm_type: Any) -> float:
 
 
 def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_Gradient]], list[Reduced]]:
-    """The local gradients by place; a buffer itself in the place of its parts, where all of them are there.
+    """The local gradients by place. If all gradients of a buffer are among them, the buffer is there in their stead.
 
-    Every place of a parameter is listed, even without gradients here: the other ranks will wait for this one.
+    The place of every parameter is listed, also without gradients on this rank: other ranks may have some.
     Gradients in host memory that have stayed on the device are listed as they are there, and returned too.
     """
     on_device: list[Reduced] = []
@@ -133,7 +133,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_G
         key: Any = id(buffer)
         if isinstance(grad, DTensor) and buffer is not None and grad.device_mesh is not buffer.mesh:
             key = key, grad.placements  # tensor parallelism may cut some parameters of a group and copy others
-        known = buffers.get(key)  # asked first: where a tensor is takes longer to tell
+        known = buffers.get(key)  # before `_where`, which takes longer
         if known is not None and grad is not None:
             known[2].append(grad)
             continue
@@ -192,7 +192,7 @@ def _total_norm(
 
 
 def _powers(where: _Where, tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for a tensor of nothing."""
+    """Per tensor, the norm to the power of ``norm_type``, or the norm if it is infinite; 0 for an empty tensor."""
     device = tensors[0].device if where[0] is None and tensors else mesh_device(where[0])
     if not tensors:
         return torch.zeros(0, dtype=dtype, device=device)
@@ -213,7 +213,7 @@ def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_Where, torch.Tensor]:
-    """Powers of which every rank has a share, joined over the axes that cut what they are of."""
+    """Join the powers of all ranks' shards, over the mesh axes that shard the tensors of each place."""
     highest, result = math.isinf(norm_type), dict(shares)
     for where, share in shares.items() if highest else ():
         result[where] = torch.cat([share.nan_to_num(0.0, math.inf), share.isnan().to(share.dtype)])
@@ -236,7 +236,7 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
 
 
 def mesh_device(mesh: DeviceMesh | None) -> torch.device:
-    """This rank's device of those of a mesh; the CPU without one."""
+    """The device of this rank in a mesh; the CPU if there is no mesh."""
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -276,7 +276,7 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _ranks_where(
     named: Sequence[tuple[str, torch.Tensor]], is_flagged: Callable[[torch.Tensor], torch.Tensor | bool]
 ) -> dict[str, list[int]]:
-    """By name, the ranks that have a gradient for which this holds. Of plain parameters each rank knows its own."""
+    """The ranks whose gradient is flagged, by the name of its parameter. For plain parameters, only this rank."""
     ranks_of = {}
     meshes = [parameter.device_mesh if isinstance(parameter, DTensor) else None for _, parameter in named]
     for mesh in dict.fromkeys(meshes):
@@ -297,7 +297,7 @@ def _ranks_where(
 
 
 def _norms(named: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]], norm_type: float) -> dict[str, float]:
-    """The norms of parameters, or of their gradients, which this rank may not have."""
+    """The norm of each tensor, by name: of a parameter or of its gradient; None: this rank has no gradient."""
     places: dict[_Where, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter, tensor in named:
         local = torch.empty(0) if tensor is None else _torch.held_of(cut_as(parameter, tensor))
@@ -326,7 +326,7 @@ def find_nonfinite(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def gathered_rows(lane: Lane, group: ProcessGroup, values: torch.Tensor, name: str) -> torch.Tensor:
-    """The values of all ranks of a group, a row for each. All of them call it, with as many."""
+    """All-gather a tensor, of the same size on all ranks of a group, into one row for each rank."""
     rows = values.new_empty(group.size(), values.numel())
     if rows.numel():
         lane.all_gather(group, [rows.view(-1)], [values.reshape(-1)], after=(lane.mark(),), name=name).wait()

@@ -99,7 +99,7 @@ class CombinedOptimizer(Optimizer):
         return f"CombinedOptimizer({self.optimizers!r})"
 
     def _shares(self, both: dict[str, Any]) -> Iterable[tuple[Optimizer, dict[str, Any]]]:
-        """Each optimizer, and its share of parameter groups and of the state of what they list."""
+        """Each optimizer with its parameter groups, and the state of their parameters."""
         groups = iter(both["param_groups"])
         for each in self.optimizers:
             theirs = list(itertools.islice(groups, len(each.param_groups)))

@@ -190,7 +190,7 @@ class FlatParam:
 
 
 def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer | None:
-    """The buffer in which a gradient has the place that tensor ``index`` has in main. Users may swap or share them."""
+    """The buffer in which a gradient is where tensor ``index`` is in main; None if users have swapped gradients."""
     buffer: DBuffer | None = getattr(grad, MAIN_GRAD, None)
     if buffer is None or buffer.local.numel() != main.local.numel() or buffer.placements != main.placements:
         return None
@@ -207,13 +207,13 @@ def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None
 
 
 def sharding_of(tensor: torch.Tensor) -> Any:
-    """What determines the rows of a tensor on a rank; for ragged ones more than mesh and placements."""
+    """What determines which rows of a DTensor a rank has: mesh, placements and, if it is ragged, its cut."""
     assert isinstance(tensor, DTensor)
     return tensor.device_mesh, tensor.placements, getattr(tensor, "_cut", None)
 
 
 def cut_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient, cut as its parameter. A collective call if it is cut in another way, or waits for a sum."""
+    """A gradient, sharded as its parameter. Collective if it is sharded in another way, or Partial."""
     if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor) or hasattr(grad, MAIN_GRAD):
         return grad
     if sharding_of(grad) == sharding_of(parameter):
@@ -222,8 +222,10 @@ def cut_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor of the shape of ``parameter``, cut as that is; one of the local shape is taken to
-    be it. A collective call for a DTensor that is cut in another way."""
+    """This rank's shard of a tensor of the shape of ``parameter``. A plain tensor of the local shape is the shard.
+
+    Collective for a DTensor that is sharded in another way.
+    """
     if isinstance(value, DTensor):
         if sharding_of(value) == sharding_of(parameter):
             return _torch.local_of(value)

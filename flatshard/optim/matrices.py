@@ -184,7 +184,7 @@ class Piece:
     place: torch.Tensor  # in the packed bytes
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In the tensor, in the shape of ``place``: a view, whatever its strides are, since it may be written to."""
+        """The piece as a view of the tensor, in the shape of ``place``."""
         part = tensor if self.where is None else tensor[self.where]
         return part if self.times == 1 else part.unflatten(0, (self.times, -1))
 
@@ -223,7 +223,7 @@ class Packing:
 
 
 def _stacks(boxes: Sequence[tuple[Box, int]], within: Box) -> list[list[tuple[Box, int]]]:
-    """Boxes and where they start, in the same order, with those in one list that are one piece."""
+    """Boxes and where they start, in the same order; a list for each piece."""
     stacks: list[list[tuple[Box, int]]] = []
     for box, start in boxes:
         if stacks and box.sizes and box.sizes[1:] == within.sizes[1:]:

@@ -97,7 +97,7 @@ def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
 
 
 def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of this shape, which rank ``owner`` of a group has. A plain tensor if every rank has its own."""
+    """A DTensor of this shape of which rank ``owner`` of a group has all; ``local`` itself in a group of one rank."""
     if owner_group.size == 1:
         return local
     mesh, axes, place = owner_group.mesh, owner_group.axes, owner_group.places[owner]

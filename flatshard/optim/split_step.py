@@ -15,7 +15,7 @@ _NUMBERS = (int, float, bool)  # what optimizers count with, on themselves
 
 
 class SplitStep:
-    """The calls of one step. Each starts with the same options and numbers."""
+    """One optimizer step as several calls, which all start with the same options and counters."""
 
     def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
         self.groups = optimizer.param_groups
@@ -62,7 +62,7 @@ class SplitStep:
                 )
 
     def close(self) -> None:
-        """Set the options of the groups to those after the calls."""
+        """Give the parameter groups the options that the calls have left."""
         for number, options in self.after.items():
             for key, value in options.items():
                 known = self.groups[number].get(key)

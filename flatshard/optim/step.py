@@ -156,7 +156,7 @@ def fully_shard_optimizer(
 
 
 def _local_step(cls: type[Optimizer], uncast: bool, offloads: bool | None = None) -> LocalStep:
-    """What steps an optimizer of a class on shards."""
+    """The `LocalStep` of an optimizer of this class."""
     stepper = LocalStep(cls in ELEMENTWISE, uncast, offloads)
     if cls is AdamW8bit:
         stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
@@ -400,7 +400,7 @@ def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
 
 
 def _steppers(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
-    """An optimizer, or those that it combines, each with what steps it."""
+    """An optimizer, or those that it combines, each with its stepper, if any."""
     parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     return [(each, each.__dict__.get(STEPPER)) for each in parts]
 

@@ -220,7 +220,7 @@ class _Piece:
         return copy.copy(value)
 
     def _results(self, cut: Cut, parameter: nn.Parameter, state: State) -> Pairs:
-        """What is to be copied to host memory, and where. Of numbers, the last piece's count."""
+        """Tensors to copy, and where in host memory. Entries that have no elements are those of the last piece."""
         pairs: Pairs = []
         for key, value in state.items():
             if not travels(key, value):

@@ -32,7 +32,7 @@ def warn_of_unsharded(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _names_of(wanted: dict[int, torch.Tensor]) -> Iterator[str]:
-    """Names for errors of those that modules of units hold."""
+    """Names, for errors, of those of the wanted parameters that are in modules of units."""
     units = {unit_with(group) for group in groups() if group.mesh.size() > 1}
     for unit in sorted((each for each in units if each is not None), key=lambda each: each.number):
         for prefix, module in owned_modules(unit.modules):

@@ -108,7 +108,7 @@ class WholeStep:
         return assign([self.options.cost(each.matrix.shape) for each in matrices], most, owner_group.size, loads)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was made of stand-ins have the parameters in its groups, each once; take its state."""
+        """Replace the stand-ins in an optimizer's groups by their parameters, each once, and take over its state."""
         stand_ins = {id(each.tensor): each for each in self.matrices}
         for number, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ class WholeStep:
             self._generation = generation()
 
     def _list(self, listed: dict[torch.Tensor, int]) -> None:
-        """Matrices follow their parameters into other groups, and out of all of them: then they are not stepped."""
+        """Move matrices to the groups that list their parameters now; those that are in no group are not stepped."""
         for each in self.matrices:
             before, now = self._listed.get(each.parameter), listed.get(each.parameter)
             if before != now and each.number != before:
@@ -172,7 +172,7 @@ class WholeStep:
         self._listed, self._generation = listed, -1
 
     def _names(self, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-        """The names of all parameters: in the model, where it is known, or else as given, or from their units down."""
+        """The names of all parameters: in the model if it is known, else in the optimizer, else in their units."""
         model = None if self.model is None else self.model()
         names: dict[torch.Tensor, str] = {}
         if model is not None:
@@ -324,9 +324,9 @@ class WholeStep:
 
     @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
-        """State that is being loaded, in which parts of parameters have entries by the names that optimizers know.
+        """Within the context, state that is being loaded has the matrices of split parameters as keys.
 
-        After it, what `LocalStep.overriding_state` was given has all of it, by parameter.
+        Optimizers know the names of their entries. Afterwards the state is by parameter again.
         """
         loaded = self.local.state_override
         split = {p: parts for p, parts in self.parts.items() if p in state and parts[0].matrix.label}
@@ -343,9 +343,9 @@ class WholeStep:
 
     @contextmanager
     def taking_state(self, optimizer: Optimizer, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
-        """Let what ``state`` has of whole parameters be that of their matrices; gives what it has of others.
+        """Take over the state of whole parameters, and yield that of all others. All ranks call it.
 
-        In it, `optimizer.state` has both, so that optimizers can bring old entries up to date. All ranks call it.
+        Within the context, `optimizer.state` has both, so that optimizers can bring old entries up to date.
         """
         self.plan(optimizer)
         self._shown = None
@@ -374,7 +374,7 @@ class WholeStep:
                 )
 
     def owned(self, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool]:
-        """Of entries of the state of a whole parameter, whether this rank has them."""
+        """Whether this rank has each of these entries of the state of a whole parameter."""
         self.check(parameter, keys)
         labels = tuple(each.matrix.label for each in self.parts[parameter] if each.is_mine)
         return {key: str(key).endswith(labels) for key in keys}
