@@ -68,20 +68,20 @@ class DeferredTensor(torch.Tensor):
             raise NotImplementedError(f"{func}: a deferred tensor has no values, and cannot move to {kwargs['device']}")
         if _torch.writes(func):
             raise NotImplementedError(f"{func}: a deferred tensor has no values, and cannot be written to")
-        given = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
+        deferred = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
         shown_args, shown_kwargs = _torch.map_leaves(
             torch.Tensor, lambda x: x._shown if isinstance(x, DeferredTensor) else x.to("meta"), (args, kwargs)
         )
         shown_kwargs |= {"device": "meta"} if moved else {}
         results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
-        memories = {_torch.storage_id(each._shown): each._memory for each in given}
-        needs = frozenset[str]().union(*(each.needs for each in given))
+        memories = {_torch.storage_id(each._shown): each._memory for each in deferred}
+        needs = frozenset[str]().union(*(each.needs for each in deferred))
 
-        def compute(number: int, tensors: Mapping[str, torch.Tensor], known: dict[Any, list[torch.Tensor]]) -> Any:
-            if compute not in known:
-                given = _torch.map_leaves(DeferredTensor, lambda each: each.value(tensors, known), (args, kwargs))
-                known[compute] = _torch.pytree_leaves(func(*given[0], **given[1]))
-            return known[compute][number]
+        def compute(number: int, tensors: Mapping[str, torch.Tensor], done: dict[Any, list[torch.Tensor]]) -> Any:
+            if compute not in done:
+                real = _torch.map_leaves(DeferredTensor, lambda each: each.value(tensors, done), (args, kwargs))
+                done[compute] = _torch.pytree_leaves(func(*real[0], **real[1]))
+            return done[compute][number]
 
         made = []
         for number, result in enumerate(results):
@@ -105,16 +105,16 @@ class DeferredTensor(torch.Tensor):
 
 def defer(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with deferred tensors in place of tensors. A tied tensor needs the first of its names."""
-    made: dict[int, DeferredTensor] = {}
+    deferred: dict[int, DeferredTensor] = {}
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and id(value) not in made:
+        if isinstance(value, torch.Tensor) and id(value) not in deferred:
             shown = torch.empty(value.shape, dtype=value.dtype, device="meta")
             memory = DeferredStorage(shown.nbytes)
-            made[id(value)] = DeferredTensor(shown, memory, frozenset([name]), partial(_named, name))
-    return {name: made.get(id(value), value) for name, value in state.items()}
+            deferred[id(value)] = DeferredTensor(shown, memory, frozenset([name]), partial(_named, name))
+    return {name: deferred.get(id(value), value) for name, value in state.items()}
 
 
-def _named(name: str, tensors: Mapping[str, torch.Tensor], known: Any) -> torch.Tensor:
+def _named(name: str, tensors: Mapping[str, torch.Tensor], done: Any) -> torch.Tensor:
     return tensors[name]
 
 
@@ -154,10 +154,10 @@ class DeferredFile:
                 file.write(self._header)
                 for needed, value in whole:
                     kept[needed] = value.detach().cpu()
-                    known: dict[Any, list[torch.Tensor]] = {}
+                    done: dict[Any, list[torch.Tensor]] = {}
                     for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
                         file.seek(self._places[name])
-                        file.write(bytes_view(self._tensors[name].value(kept, known).contiguous()))
+                        file.write(bytes_view(self._tensors[name].value(kept, done).contiguous()))
                         for other in self._tensors[name].needs:
                             todo[other].remove(name)
                     kept = {each: kept[each] for each in kept if todo[each]}

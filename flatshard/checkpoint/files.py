@@ -133,11 +133,11 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 def header_of(tensors: Mapping[str, TensorEntry], metadata: dict[str, str] | None) -> bytes:
     """The header of a safetensors file with these tensors in this order, with its length before it."""
     described: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    place = 0
+    begin = 0
     for name, entry in tensors.items():
-        end = place + entry.nbytes
-        described[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [place, end]}
-        place = end
+        end = begin + entry.nbytes
+        described[name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -333,8 +333,8 @@ def entries_in(path: Path, described: Mapping[str, Any], header: int, begin: int
 
 def with_sums(entries: dict[str, TensorEntry], sums: Any, block: int) -> dict[str, TensorEntry]:
     """The tensors of a file with the checksums of their blocks."""
-    left, made = iter(sums.tolist()), {}
+    left, summed = iter(sums.tolist()), {}
     for key, entry in entries.items():
         own = tuple(islice(left, -(-entry.nbytes // block)))
-        made[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=own, block=block),))
-    return made
+        summed[key] = replace(entry, chunks=(replace(entry.chunks[0], sums=own, block=block),))
+    return summed

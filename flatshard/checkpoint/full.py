@@ -84,9 +84,9 @@ def _iterate(
         yield from _gathered(tensors, bucket, axes, storage)
 
 
-def cast_dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is sent: ``wanted`` for a floating-point tensor, if it is not None."""
-    return tensor.dtype if wanted is None or not tensor.is_floating_point() else wanted
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is sent: ``dtype`` for a floating-point tensor, if it is not None."""
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 def aligned(entry: TensorEntry) -> int:
@@ -96,11 +96,11 @@ def aligned(entry: TensorEntry) -> int:
 
 def views_of(storage: torch.Tensor, entries: Mapping[str, TensorEntry]) -> tuple[dict[str, torch.Tensor], int]:
     """Tensors as views of a buffer, one after another from its start, and the number of bytes that they take."""
-    views, place = {}, 0
+    views, offset = {}, 0
     for name, entry in entries.items():
-        views[name] = storage[place : place + entry.nbytes].view(entry.dtype).view(entry.shape)
-        place += aligned(entry)
-    return views, place
+        views[name] = storage[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        offset += aligned(entry)
+    return views, offset
 
 
 def _buckets(

@@ -55,7 +55,7 @@ def load(
 
     def stage() -> tuple[dict[str, Any], Any, Any]:
         own = ranks.rank if manifest.world == ranks.size else 0
-        total = sum(known["bytes"] for known in manifest.files.values()) // ranks.size
+        total = sum(file["bytes"] for file in manifest.files.values()) // ranks.size
         with bar("loading", total, progress and ranks.rank == 0) as advance, Reader(manifest, advance) as reader:
             weights = stage_model(reader, model, strict)
             state = None if optimizer is None else _stage_optimizer(manifest, reader, model, optimizer)

@@ -87,9 +87,9 @@ def _damaged_tensor(text: bytes) -> str:
 
 def pack_boxes(keys: Iterable[str], boxes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
     """The boxes that one rank holds of the tensors ``keys``, as JSON."""
-    known: dict[Any, int] = {}
-    numbers = np.array([known.setdefault(boxes.get(key), len(known)) for key in keys], dtype="<u4")
-    return {"boxes": list(known), "numbers": base64.b64encode(zlib.compress(numbers.tobytes())).decode()}
+    numbers_of: dict[Any, int] = {}
+    numbers = np.array([numbers_of.setdefault(boxes.get(key), len(numbers_of)) for key in keys], dtype="<u4")
+    return {"boxes": list(numbers_of), "numbers": base64.b64encode(zlib.compress(numbers.tobytes())).decode()}
 
 
 def merge_boxes(
@@ -99,8 +99,8 @@ def merge_boxes(
 
     ``packed``: the results of `pack_boxes` on all ranks, for tensors of these shapes.
     """
-    known: dict[Any, int] = {}
-    tables = np.array([known.setdefault(shape, len(known)) for shape in shapes], dtype=np.int64)
+    numbers_of: dict[Any, int] = {}
+    tables = np.array([numbers_of.setdefault(shape, len(numbers_of)) for shape in shapes], dtype=np.int64)
     seen: dict[str, Any] = {}
     ranks: list[tuple[list[Any], Any]] = []
     for each in packed:
@@ -111,11 +111,11 @@ def merge_boxes(
             pairs = tables * len(each["boxes"]) + numbers
             tables = np.unique(pairs, return_inverse=True)[1].reshape(-1)
         ranks.append((each["boxes"], seen[text]))
-    made = []
+    merged = []
     for tensor in np.unique(tables, return_index=True)[1].tolist():
         boxes = ((rank, held[numbers[tensor]]) for rank, (held, numbers) in enumerate(ranks))
-        made.append([(rank, *box) for rank, box in boxes if box is not None])
-    return tables.tolist(), made
+        merged.append([(rank, *box) for rank, box in boxes if box is not None])
+    return tables.tolist(), merged
 
 
 class _Table:
@@ -203,12 +203,12 @@ class Manifest(TensorFiles):
         """Check the manifest for consistency and keep its contents."""
         self.saved = contents.number(body["saved"], "saved", 2**63)
         self.world = len(body["files"])
-        self.files = {rank_file(rank): known for rank, known in enumerate(body["files"])}
+        self.files = {rank_file(rank): file for rank, file in enumerate(body["files"])}
         self._ranks = {name: rank for rank, name in enumerate(self.files)}
-        for name, known in self.files.items():
-            size = contents.number(known["bytes"], f"the size of {name}")
-            contents.number(known["header"], f"the header of {name}", min(size, HEADER_LIMIT))
-            if not isinstance(known["sha256"], str):
+        for name, file in self.files.items():
+            size = contents.number(file["bytes"], f"the size of {name}")
+            contents.number(file["header"], f"the header of {name}", min(size, HEADER_LIMIT))
+            if not isinstance(file["sha256"], str):
                 raise ValueError(f"the checksum of {name} is not a string")
         self._tables: dict[int, _Table] = {}
         self._kinds: list[tuple[_Table, int]] = []  # table and bytes per element, for each tensor

@@ -111,7 +111,7 @@ class Reader(ExitStack):
     def _file(self, name: str, tensor: str) -> BinaryIO:
         if name in self._open:
             return self._open[name]
-        path, known = self.source.folder / name, self.source.files[name]
+        path, facts = self.source.folder / name, self.source.files[name]
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open))).close()
         try:
@@ -119,12 +119,12 @@ class Reader(ExitStack):
             if name in self._verified:
                 return file
             size = path.stat().st_size
-            header = file.read(known["header"])
+            header = file.read(facts["header"])
         except OSError as error:
             raise CheckpointError(f"{path}, which holds '{tensor}', cannot be read: {error.strerror}") from error
-        if size != known["bytes"]:
-            raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes instead of {known['bytes']}")
-        if hashlib.sha256(header).hexdigest() != known["sha256"]:
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{path}, which holds '{tensor}', has {size} bytes instead of {facts['bytes']}")
+        if hashlib.sha256(header).hexdigest() != facts["sha256"]:
             raise CheckpointError(f"{path}, which holds '{tensor}', is damaged: its header does not match its checksum")
         self.source.take_header(name, header)
         self._verified.add(name)

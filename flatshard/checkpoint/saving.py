@@ -147,9 +147,9 @@ def write_snapshot(
         for left in path.parent.glob(f"{_SAVING}*"):  # by a save that was killed
             if left.name.removeprefix(_SAVING).partition("-")[2] == path.name:
                 _discard(left)
-        made = path.parent / f"{_SAVING}{secrets.token_hex(4)}-{path.name}"
-        made.mkdir(parents=True)
-        return made.name
+        folder = path.parent / f"{_SAVING}{secrets.token_hex(4)}-{path.name}"
+        folder.mkdir(parents=True)
+        return folder.name
 
     folder = path.parent / from_all_ranks(ranks, on_all_ranks(ranks, start))[0]
     try:

@@ -159,12 +159,12 @@ def take_snapshot(
     ``state``: the optimizer state by parameter, with the same entries on all ranks.
     """
     snapshot = Snapshot(rank, world)
-    known: dict[int, str] = {}
+    keys: dict[int, str] = {}
 
     def put_once(key: str, tensor: torch.Tensor) -> str:
-        if id(tensor) not in known:  # tied parameters are one tensor
-            known[id(tensor)] = snapshot.put(key, tensor)
-        return known[id(tensor)]
+        if id(tensor) not in keys:  # tied parameters are one tensor
+            keys[id(tensor)] = snapshot.put(key, tensor)
+        return keys[id(tensor)]
 
     snapshot.model = encode_tree(dict(model.state_dict(keep_vars=True)), put_once, "model")
     if optimizer is not None:

@@ -158,7 +158,7 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, stars: tuple[str,
             f"'{name}' of shape {shape} cannot be stored by StoredAs(files={rule.files}, dim={rule.dim}, transposed="
             f"{rule.transposed}): it needs more dims, or a size of dim {rule.dim} that {parts} divides"
         )
-    sizes, made = list(shape), []
+    sizes, pieces = list(shape), []
     if parts > 1:
         sizes[rule.dim] //= parts
     if stacked:
@@ -171,10 +171,10 @@ def _pieces(name: str, shape: tuple[int, ...], rule: StoredAs, stars: tuple[str,
             if stacked:
                 offsets[0] = expert
             first, *others = pattern.split("*")
-            given = first + "".join(star + other for star, other in zip(stars, others))
-            given = given.replace(_EXPERT, str(expert))
-            made.append(StoredPiece(given, tuple(offsets), tuple(sizes), stacked, rule.transposed))
-    return made
+            stored = first + "".join(star + other for star, other in zip(stars, others))
+            stored = stored.replace(_EXPERT, str(expert))
+            pieces.append(StoredPiece(stored, tuple(offsets), tuple(sizes), stacked, rule.transposed))
+    return pieces
 
 
 def assemble(
@@ -235,8 +235,8 @@ class _Recipe:
         converter = copy.deepcopy(self.converter)
         for name, entry, pattern in self.sources:
             converter.add_tensor(self.target, name, pattern, read(name, entry))
-        made = converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        converted = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 class ConvertingReader(Reader):
@@ -285,22 +285,22 @@ def convert_tensors(model: Any, files: TensorFiles) -> dict[str, _Recipe]:
         else:
             recipe = recipes.setdefault(target, _Recipe(target, by_pattern[pattern], []))
             recipe.sources.append((name, files.tensors[name], pattern))
-    made = {}
+    recipe_of = {}
     for recipe in recipes.values():
         on_meta = recipe.make(model, lambda _, entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         for name, value in on_meta.items():
-            tensors[name], made[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
+            tensors[name], recipe_of[name] = TensorEntry(value.dtype, tuple(value.shape), ()), recipe
     files.tensors = tensors
-    return made
+    return recipe_of
 
 
 def _mapping(model: Any) -> list[Any]:
     """The conversions from files to this model's weights that Transformers has."""
     if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
         return []
-    known: list[Any] | None = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return known
+    conversions: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return conversions
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # before version 5 there was nothing to convert

@@ -125,16 +125,16 @@ def receive_weights(
     began = time.monotonic()
     if isinstance(target, nn.Module):
         take: _ModelWriter | Callback = _ModelWriter(target)
-        place = _device(target)
+        target_device = _device(target)
     elif callable(target):
-        take, place = target, torch.device(device or "cpu")
+        take, target_device = target, torch.device(device or "cpu")
     else:
         raise TypeError(f"target={target!r}: must be a module or a function")
     if isinstance(source, (str, Path)):
         version = _wait_for(Path(source), after, timeout)
-        buckets = _read(Path(source) / str(version), take, place)
+        buckets = _read(Path(source) / str(version), take, target_device)
     elif isinstance(source, ProcessGroup):
-        version, buckets = 0, _receive(source, take, place)
+        version, buckets = 0, _receive(source, take, target_device)
     else:
         raise TypeError(f"source={source!r}: must be a process group or a folder")
     if isinstance(take, _ModelWriter):
@@ -239,9 +239,9 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], buckets: list[Plan], 
     coordinates = [x.device_mesh.get_coordinate() for x in tensors.values() if isinstance(x, DTensor)]
     if any(coordinate is None or any(coordinate) for coordinate in coordinates):
         return version  # only the first rank of the model writes
-    place = folder / str(version)
-    shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed
-    full.write_files(place, buckets, pieces)
+    version_folder = folder / str(version)
+    shutil.rmtree(version_folder, ignore_errors=True)  # left by a process that was killed
+    full.write_files(version_folder, buckets, pieces)
     part = folder / f".{_LATEST}"
     part.write_text(str(version))
     os.replace(part, folder / _LATEST)

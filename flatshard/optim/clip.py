@@ -133,9 +133,9 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_G
         key: Any = id(buffer)
         if isinstance(grad, DTensor) and buffer is not None and grad.device_mesh is not buffer.mesh:
             key = key, grad.placements  # tensor parallelism may cut some parameters of a group and copy others
-        known = buffers.get(key)  # before `_where`, which takes longer
-        if known is not None and grad is not None:
-            known[2].append(grad)
+        entry = buffers.get(key)  # before `_where`, which takes longer
+        if entry is not None and grad is not None:
+            entry[2].append(grad)
             continue
         gradients = places.setdefault(_where(parameter), [])
         if buffer is not None and grad is not None:
@@ -220,10 +220,10 @@ def _over_ranks(shares: dict[_Where, torch.Tensor], norm_type: float) -> dict[_W
     for mesh in dict.fromkeys(mesh for mesh, axes in shares if mesh is not None and axes):
         cut = [where for where in shares if where[0] == mesh and where[1]]
         axes = sorted({axis for where in cut for axis in where[1]})
-        place = mesh.get_coordinate()
-        assert place is not None
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
         for where in cut:
-            if not highest and any(place[axis] for axis in axes if axis not in where[1]):
+            if not highest and any(coordinate[axis] for axis in axes if axis not in where[1]):
                 result[where] = torch.zeros_like(result[where])  # the first rank along the axis counts it
         both, group = torch.cat([result[where] for where in cut]), joint_group(mesh, axes)
         lane = Lane("norms", mesh_device(mesh))

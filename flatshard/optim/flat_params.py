@@ -130,62 +130,62 @@ class FlatParam:
 
     def write_state(self, joined: State, elementwise: Mapping[Any, bool], state: dict[Any, State]) -> None:
         """Update the state of the parameters from that of the flat tensor."""
-        for place, parameter in enumerate(self.parameters):
+        for index, parameter in enumerate(self.parameters):
             entries = state.setdefault(parameter, {})
             entries.clear()
             for key, value in joined.items():
-                entries[key] = self._shown(key, value, place) if elementwise[key] else _copied(value)
+                entries[key] = self._shown(key, value, index) if elementwise[key] else _copied(value)
 
     def matches_state(self, joined: State, elementwise: Mapping[Any, bool], state: Mapping[Any, State]) -> bool:
         """Whether the state of the parameters is as `write_state` left it, with no entry replaced or changed."""
-        for place, parameter in enumerate(self.parameters):
+        for index, parameter in enumerate(self.parameters):
             entries = state.get(parameter, {})
             if entries.keys() != joined.keys():
                 return False
             for key, value in joined.items():
-                if not are_equal(entries[key], self._shown(key, value, place) if elementwise[key] else value):
+                if not are_equal(entries[key], self._shown(key, value, index) if elementwise[key] else value):
                     return False
         return True
 
-    def _shown(self, key: Any, value: Any, place: int) -> Any:
+    def _shown(self, key: Any, value: Any, index: int) -> Any:
         """One parameter's part of an elementwise entry; of each tensor, where the entry is a list or a dict of them."""
         if isinstance(value, torch.Tensor):
-            return self._view(key, value, place)
+            return self._view(key, value, index)
         numbers = itertools.count()
-        return _torch.map_leaves(torch.Tensor, lambda each: self._view((key, next(numbers)), each, place), value)
+        return _torch.map_leaves(torch.Tensor, lambda each: self._view((key, next(numbers)), each, index), value)
 
-    def _view(self, key: Any, value: torch.Tensor, place: int) -> torch.Tensor:
+    def _view(self, key: Any, value: torch.Tensor, index: int) -> torch.Tensor:
         """One parameter's part of a tensor; created once and kept as long as that."""
-        known = self._views.get(key)
-        if known is None or known[0] is not value:
+        cached = self._views.get(key)
+        if cached is None or cached[0] is not value:
             parts = [value]
             if self._extent is not None:
                 base = value.storage_offset() - self._extent[0]
                 starts = [base + each.offset if 0 not in each.shape else 0 for each in self._windows]
                 parts = [value.as_strided(w.shape, w.stride, at) for w, at in zip(self._windows, starts)]
             views = [with_rows_of(p, part) for p, part in zip(self.parameters, parts)]
-            known = self._views[key] = value, views
-        return known[1][place]
+            cached = self._views[key] = value, views
+        return cached[1][index]
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor with these parts. Nothing is copied if they are already parts of one."""
         assert self._extent is not None
         start, stop = self._extent
-        filled = [(part, place) for part, place in zip(parts, self._windows) if part.numel()]
+        filled = [(part, window) for part, window in zip(parts, self._windows) if part.numel()]
         if not filled:
             return parts[0].new_zeros(stop - start)
         first = filled[0][0]
         base = first.storage_offset() - filled[0][1].offset
         storage = first.untyped_storage()
         fits = base + start >= 0 and (base + stop) * first.element_size() <= storage.nbytes()
-        for part, place in filled:
+        for part, window in filled:
             same = part.dtype == first.dtype and part.untyped_storage()._cdata == storage._cdata
-            fits = fits and same and part.is_contiguous() and part.storage_offset() - place.offset == base
+            fits = fits and same and part.is_contiguous() and part.storage_offset() - window.offset == base
         if fits:
             return first.as_strided((stop - start,), (1,), base + start)
         flat = first.new_zeros(stop - start)
-        for part, place in filled:
-            flat.as_strided(place.shape, place.stride, place.offset - start).copy_(part)
+        for part, window in filled:
+            flat.as_strided(window.shape, window.stride, window.offset - start).copy_(part)
         return flat
 
 
@@ -195,8 +195,8 @@ def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer |
     if buffer is None or buffer.local.numel() != main.local.numel() or buffer.placements != main.placements:
         return None
     assert grad is not None
-    place = _torch.local_of(grad).storage_offset() - buffer.local.storage_offset()
-    return buffer if place == main.layout.windows(main.held.first, main.held.count)[index].offset else None
+    offset = _torch.local_of(grad).storage_offset() - buffer.local.storage_offset()
+    return buffer if offset == main.layout.windows(main.held.first, main.held.count)[index].offset else None
 
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
@@ -258,21 +258,21 @@ def make_flat_params(
     With ``flat``, neighbours in the buffer are joined if they are in one parameter group, have their gradients in one
     buffer, and have equal state where it is not elementwise. Without, each parameter is separate.
     """
-    absent: list[nn.Parameter] = []
-    others: list[list[torch.Tensor]] = []
+    without_grad: list[nn.Parameter] = []
+    unsharded: list[list[torch.Tensor]] = []
     numbers_of: dict[ParamGroup, dict[int, int]] = {}  # by the id of a parameter, the number of its parameter group
     for number, param_group in enumerate(param_groups):
-        others.append([])
+        unsharded.append([])
         for parameter in param_group["params"]:
             group = group_of(parameter)
             if group is None:
-                others[number].append(parameter)
+                unsharded[number].append(parameter)
             elif _torch.grad_of(parameter) is None:
-                absent.append(parameter)
+                without_grad.append(parameter)
             else:
                 numbers_of.setdefault(group, {})[id(parameter)] = number
-    made = [each for group, numbers in numbers_of.items() for each in _flat_params_of(group, numbers, state, flat)]
-    return made, absent, others
+    flat_params = [p for group, numbers in numbers_of.items() for p in _flat_params_of(group, numbers, state, flat)]
+    return flat_params, without_grad, unsharded
 
 
 def _flat_params_of(
@@ -297,7 +297,7 @@ def _flat_params_of(
             runs.append((marks[index], [index]))
         else:
             with_it.append(index)
-    made = []
+    flat_params = []
     for mark, indices in runs:
         if mark is None:
             continue
@@ -307,8 +307,8 @@ def _flat_params_of(
             extent = (there[0].offset, there[-1].offset + math.prod(there[-1].shape)) if there else (0, 0)
             if len(there) == len(lying):
                 extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
-        made.append(FlatParam(group, mark[0], indices, extent, flat))
-    return made
+        flat_params.append(FlatParam(group, mark[0], indices, extent, flat))
+    return flat_params
 
 
 def _signature(state: State, parameter: torch.Tensor) -> Any:

@@ -420,11 +420,11 @@ def refuse_replaced(optimizer: Optimizer) -> None:
             sharded = isinstance(parameter, DTensor)
             if not is_replaced(parameter) and (owner is None or sharded):
                 continue
-            known = "a parameter" if owner is None else f"'{owner[0]}' of {owner[1]}"
+            name = "a parameter" if owner is None else f"'{owner[0]}' of {owner[1]}"
             when, event = "before fully_shard, or while it was unsharded", "fully_shard"
             if sharded:
                 when, event = "before another parameter was assigned in its place", "that"
             raise RuntimeError(
-                f"parameter group {number} of this {type(optimizer).__name__} holds {known} as it was {when}, so a "
+                f"parameter group {number} of this {type(optimizer).__name__} holds {name} as it was {when}, so a "
                 f"step would not train the model. Build the optimizer after {event}, on model.parameters()"
             )

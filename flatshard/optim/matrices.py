@@ -181,10 +181,10 @@ class Piece:
     role: Role
     where: tuple[slice, ...] | None
     times: int
-    place: torch.Tensor  # in the packed bytes
+    packed: torch.Tensor  # its packed bytes
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece as a view of the tensor, in the shape of ``place``."""
+        """The piece as a view of the tensor, in the shape of ``packed``."""
         part = tensor if self.where is None else tensor[self.where]
         return part if self.times == 1 else part.unflatten(0, (self.times, -1))
 
@@ -254,8 +254,8 @@ class AllToAll:
         is_alone, device = self._owner_group.size == 1, self._owner_group.device
         if not self._bytes:
             sizes = [packing.numbytes for packing in self._packings[: 1 if is_alone else 2]]
-            made = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-            self._bytes = [made[0], made[-1]]
+            buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            self._bytes = [buffers[0], buffers[-1]]
             self._pieces = [packing.pieces(packed) for packing, packed in zip(self._packings, self._bytes)]
         sent, received = self._bytes
         sent.untyped_storage().resize_(sent.numel())
@@ -263,9 +263,9 @@ class AllToAll:
         for piece in self._pieces[0]:
             tensor = tensors[piece.role][piece.number]
             if tensor is None:
-                piece.place.zero_()
+                piece.packed.zero_()
             else:
-                pairs.append((piece.place, piece.within(tensor)))
+                pairs.append((piece.packed, piece.within(tensor)))
         _copy(pairs)
         if is_alone:
             self._ticket = DONE
@@ -278,7 +278,7 @@ class AllToAll:
         """Put what has come into tensors, by role and number, and free the bytes."""
         assert self._ticket is not None
         self._ticket.wait()
-        _copy([(piece.within(tensors[piece.role][piece.number]), piece.place) for piece in self._pieces[1]])
+        _copy([(piece.within(tensors[piece.role][piece.number]), piece.packed) for piece in self._pieces[1]])
         self._ticket = None
         for packed in self._bytes:
             packed.untyped_storage().resize_(0)

@@ -40,22 +40,22 @@ class OwnerGroup:
     def __init__(self, mesh: DeviceMesh | None, axes: tuple[int, ...], device: torch.device) -> None:
         self.mesh, self.axes, self.device = mesh, axes, device
         own = () if mesh is None else tuple(mesh.get_coordinate() or ())
-        self.places, self.rank = [own], 0
+        self.coordinates, self.rank = [own], 0
         if mesh is not None and axes:
             reach = [range(mesh.size(axis)) if axis in axes else (at,) for axis, at in enumerate(own)]
-            self.places = sorted(itertools.product(*reach), key=lambda place: int(mesh.mesh[place]))
-            self.rank = self.places.index(own)
+            self.coordinates = sorted(itertools.product(*reach), key=lambda coordinate: int(mesh.mesh[coordinate]))
+            self.rank = self.coordinates.index(own)
 
     @property
     def size(self) -> int:
-        return len(self.places)
+        return len(self.coordinates)
 
     @functools.cached_property
     def group(self) -> ProcessGroup:
         """Its process group. The first call may be collective among its ranks."""
         assert self.mesh is not None
         group = joint_group(self.mesh, self.axes, user=self)
-        assert sorted(dist.get_process_group_ranks(group)) == [int(self.mesh.mesh[place]) for place in self.places]
+        assert sorted(dist.get_process_group_ranks(group)) == [int(self.mesh.mesh[each]) for each in self.coordinates]
         return group
 
     def holders(self, parameter: torch.Tensor) -> Holders:
@@ -64,9 +64,9 @@ class OwnerGroup:
             return Holders((Box((0,) * parameter.dim(), tuple(parameter.shape)),), (0,))
         cut = cut_axes(parameter)
         loose = [axis for axis in self.axes if axis not in cut]
-        copies = [tuple(place[axis] for axis in loose) for place in self.places]
+        copies = [tuple(coordinate[axis] for axis in loose) for coordinate in self.coordinates]
         numbers = {copy: number for number, copy in enumerate(sorted(set(copies)))}
-        boxes = tuple(_box_at(parameter, place) for place in self.places)
+        boxes = tuple(_box_at(parameter, coordinate) for coordinate in self.coordinates)
         return Holders(boxes, tuple(numbers[copy] for copy in copies))
 
     def messages(self, lane: Lane, message: bytes) -> list[bytes]:
@@ -81,13 +81,13 @@ class OwnerGroup:
         return [row.tobytes()[:count] for row, count in zip(rows, lengths.tolist())]
 
 
-def _box_at(parameter: DTensor, place: tuple[int, ...]) -> Box:
+def _box_at(parameter: DTensor, coordinate: tuple[int, ...]) -> Box:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, RaggedDTensor):
         mesh = tuple(parameter.device_mesh.shape)
-        return Box(*_torch.box_at(shape, mesh, place, tuple(parameter.placements)))
+        return Box(*_torch.box_at(shape, mesh, coordinate, tuple(parameter.placements)))
     cut = parameter._cut
-    first, count = cut.rows(cut.held_at(place))
+    first, count = cut.rows(cut.held_at(coordinate))
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[cut.dim], sizes[cut.dim] = first, count
     return Box(tuple(offsets), tuple(sizes))
@@ -100,18 +100,18 @@ def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local:
     """A DTensor of this shape of which rank ``owner`` of a group has all; ``local`` itself in a group of one rank."""
     if owner_group.size == 1:
         return local
-    mesh, axes, place = owner_group.mesh, owner_group.axes, owner_group.places[owner]
+    mesh, axes, coordinate = owner_group.mesh, owner_group.axes, owner_group.coordinates[owner]
     assert mesh is not None
     sharded = tuple(axis in axes for axis in range(mesh.ndim))
     numel = math.prod(shape)
-    sizes, at = [mesh.size(axis) for axis in axes], [place[axis] for axis in axes]
+    sizes, at = [mesh.size(axis) for axis in axes], [coordinate[axis] for axis in axes]
     number = holding(owner_group.size, sizes, at, [True] * len(axes)).first
     slot = Slot(0, number * numel, tuple(shape), numel // shape[0])
     layout = Layout((slot,), (Segment(numel),), owner_group.size)
     like = torch.empty(shape, device="meta")
     placements = [Shard(0) if cut else Replicate() for cut in sharded]
-    made = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
-    return RaggedDTensor.make(local, made, Cut(layout, 0, mesh, sharded))
+    dtensor = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
+    return RaggedDTensor.make(local, dtensor, Cut(layout, 0, mesh, sharded))
 
 
 @dataclass(frozen=True)

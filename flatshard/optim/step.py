@@ -126,10 +126,10 @@ def fully_shard_optimizer(
             )
     options = _whole_options(whole, split, cost, owners, bucket_bytes)
     if isinstance(optimizer, FSDPOptimizer):  # or a copy of one
-        known = _stepper_of(optimizer)
-        local = known.local if isinstance(known, WholeStep) else known
+        existing = _stepper_of(optimizer)
+        local = existing.local if isinstance(existing, WholeStep) else existing
         others = {
-            "`whole`, or options of it": options != (known.options if isinstance(known, WholeStep) else None),
+            "`whole`, or options of it": options != (existing.options if isinstance(existing, WholeStep) else None),
             "in_backward": in_backward and local.early_step is None,
             "offload_state": offload_state not in (None, local.offloads),
         }
@@ -345,9 +345,9 @@ class FSDPWhole(FSDPOptimizer):
         if STEPPER not in self.__dict__ or "state" not in state:
             super().__setstate__(state)
             return
-        stepper, given = _stepper_of(self), state["state"]
+        stepper, loaded = _stepper_of(self), state["state"]
         is_loading = stepper.is_stepping  # `load_state_dict` lends it what it loads
-        with stepper.split_entries(given) if is_loading else stepper.taking_state(self, given) as seen:
+        with stepper.split_entries(loaded) if is_loading else stepper.taking_state(self, loaded) as seen:
             super().__setstate__({**state, "state": seen})
 
 

@@ -58,7 +58,7 @@ class Stream:
         with self._stepping.following():
             pass
 
-    def run(self, given: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:
+    def run(self, inputs: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:
         """Copy tensors to the device, call ``step`` with them, and copy out what it returns.
 
         ``step`` returns pairs of a tensor on the device and one in host memory.
@@ -67,7 +67,7 @@ class Stream:
         self._slots.rotate(-1)
         with self._arriving.entered((slot.is_out,)):
             slot.tensors = []  # both lanes that have allocated them come after their last use
-            for tensor in given:
+            for tensor in inputs:
                 slot.tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self._arriving.device))
                 slot.tensors[-1].copy_(tensor, non_blocking=True)
             arrived = self._arriving.mark()
@@ -138,7 +138,7 @@ class StreamedStep:
             for each in group_params:
                 piece = _Piece(each, group, states[each.tensor], split, uncast, ready)
                 for cut in each.cuts(PIECE):
-                    stream.run(piece.given(cut), functools.partial(piece.step, cut, overriding_state))
+                    stream.run(piece.inputs(cut), functools.partial(piece.step, cut, overriding_state))
             stream.keep([ready, *(each.tensor.grad for each in group_params)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
@@ -188,14 +188,14 @@ class _Piece:
         options = split.groups[of.number]
         self._counts_there = bool(options.get("fused") or options.get("capturable"))
 
-    def given(self, cut: Cut) -> list[torch.Tensor]:
+    def inputs(self, cut: Cut) -> list[torch.Tensor]:
         """What is to be copied to the device."""
-        found = [cut(self._before[key]) for key in self._wide]
+        inputs = [cut(self._before[key]) for key in self._wide]
         if self._on_host:
-            found.append(cut(self._weight))
+            inputs.append(cut(self._weight))
             if self._reduced is None:
-                found.append(cut(self._gradient))
-        return found
+                inputs.append(cut(self._gradient))
+        return inputs
 
     def step(self, cut: Cut, overriding_state: OverridingState, arrived: Sequence[torch.Tensor]) -> Pairs:
         parameter, entries = self._parameter(cut, arrived)
@@ -207,12 +207,14 @@ class _Piece:
     def _parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
         """A parameter with its gradient, and its state, on the device."""
         rest = list(arrived[len(self._wide) :])
-        made = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
-        made.__dict__.update(self._of.tensor.__dict__)
+        parameter = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
+        parameter.__dict__.update(self._of.tensor.__dict__)
         gradient = rest.pop() if rest else cut(self._gradient)
-        set_grad(made, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
+        set_grad(parameter, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
         wide = dict(zip(self._wide, arrived))
-        return made, {k: wide[k] if k in wide else self._counted(v, made.device) for k, v in self._before.items()}
+        return parameter, {
+            k: wide[k] if k in wide else self._counted(v, parameter.device) for k, v in self._before.items()
+        }
 
     def _counted(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):

@@ -126,9 +126,9 @@ class WholeStep:
             name = next(iter(stand_ins.values())).name
             raise ValueError(f"the optimizer of `factory` does not have '{name}'; leave it out of `whole`")
         self._known.update(self._listed)
-        made = optimizer.__dict__["state"]
+        initial = optimizer.__dict__["state"]
         for each in self.matrices:
-            state = made.pop(each.tensor, None)  # some optimizers make it at once
+            state = initial.pop(each.tensor, None)  # some optimizers make it at once
             if state is not None and each.is_mine:
                 self.state[each.tensor] = state
 
@@ -150,9 +150,9 @@ class WholeStep:
             self._list(listed)
         if new := [parameter for parameter in listed if parameter not in self._known]:
             names = self._names(optimizer)
-            wanted = [(names[p], p, listed[p]) for p in new if self.options.wants(names[p], p)]
-            if wanted:
-                self.add(wanted)
+            named = [(names[p], p, listed[p]) for p in new if self.options.wants(names[p], p)]
+            if named:
+                self.add(named)
             self._known.update(new)
         if self._generation != generation():
             refuse_replaced(optimizer)
