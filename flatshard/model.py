@@ -17,7 +17,7 @@ from flatshard.engine.tree.build import sort_parameters
 from flatshard.engine.tree.summary import Summary, summary
 from flatshard.engine.units.unit import unit_of
 from flatshard.module import FSDPModule
-from flatshard.optim.step import repoint
+from flatshard.optim.step import replace_parameters
 from flatshard.policy import CPUOffloadPolicy, Experts, OffloadPolicy, Sharding, own_policy
 from flatshard.wrapping import instances, unit_modules
 
@@ -99,7 +99,7 @@ def shard_model(
             assert isinstance(modules[0], FSDPModule)
             modules[0].set_reduce_scatter_unused_params(True, recurse=False)
     if optimizer is not None:
-        repoint(optimizer)
+        replace_parameters(optimizer)
     table = summary(model)
     _log.info("sharded %s:\n%s", type(model).__name__, table)
     return table

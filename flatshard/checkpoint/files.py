@@ -191,7 +191,7 @@ def write_file(
             f"{path} would have a header of {len(header)} bytes, which is more than safetensors files may have "
             f"({HEADER_LIMIT}): write smaller files (max_shard_size), or save from more ranks"
         )
-    with naming(path), open(path, "wb") as out:
+    with naming_file(path), open(path, "wb") as out:
         out.write(header)
         for entry in tensors.values():
             content = bytes_view(next(values).detach().to(entry.dtype).cpu().contiguous())
@@ -210,7 +210,7 @@ def write_file(
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """A context in which errors of writing name the file; those of a full disk name none."""
     try:
         yield

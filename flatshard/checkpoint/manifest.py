@@ -50,7 +50,7 @@ def write_manifest(folder: Path, body: dict[str, Any]) -> None:
     for key, described in body["tensors"].items():
         described["check"] = checks[key]
     text = _encoded(body)
-    with files.naming(folder / MANIFEST), open(folder / MANIFEST, "xb") as file:
+    with files.naming_file(folder / MANIFEST), open(folder / MANIFEST, "xb") as file:
         file.write(b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(text).hexdigest().encode(), text))
         file.flush()
         os.fsync(file.fileno())

@@ -106,13 +106,13 @@ def save(
 
     snapshot = on_all_ranks(ranks, prepare)
     digest = hashlib.sha256(repr(list(snapshot.tensors.items())).encode()).hexdigest()
-    digests, doubtful, samples = zip(*from_all_ranks(ranks, [digest, *snapshot.describe_doubtful()]))
+    digests, possible_replicas, samples = zip(*from_all_ranks(ranks, [digest, *snapshot.describe_replicas()]))
     for rank, each in enumerate(digests):
         if each != digests[0]:
             raise CheckpointError(
                 f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"
             )
-    on_all_ranks(ranks, lambda: snapshot.leave_to_one(doubtful, samples))
+    on_all_ranks(ranks, lambda: snapshot.write_replicas_once(possible_replicas, samples))
     pending = PendingSave(path)
     if asynchronous:
         _last = pending

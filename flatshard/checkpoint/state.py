@@ -64,9 +64,10 @@ class Snapshot:
     # key -> dtype code, shape; without the tensors of ``extra``, which differ between ranks
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     writes: list[tuple[str, tuple[int, ...], torch.Tensor]] = field(default_factory=list)  # key, offsets, local
-    # what this rank would write, and ranks outside its mesh may hold too, for example a norm with tensor parallelism
-    doubtful: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)  # key -> offsets, sizes
-    samples: dict[str, list[float]] = field(default_factory=dict)  # key -> a few values of a doubtful tensor
+    # key -> offsets, sizes of what ranks outside this rank's mesh may hold too, for example a norm with tensor
+    # parallelism; and a few values of it
+    possible_replicas: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)  # of all tensors, with those of ``extra``
 
     def put(self, key: str, tensor: torch.Tensor, own: bool = False) -> str:
@@ -94,30 +95,30 @@ class Snapshot:
         if part.offsets is not None and (own or part.local.numel()) and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:
-                self.doubtful[key] = part.offsets, tuple(part.local.shape)
+                self.possible_replicas[key] = part.offsets, tuple(part.local.shape)
                 # Not for optimizer state: without gradients it consists of rounding errors, in which copies differ.
                 if key.startswith("model"):
                     self.samples[key] = _sample(part.local)
         return key
 
-    def describe_doubtful(self) -> tuple[dict[str, Any], str]:
-        """What other ranks need for `leave_to_one`. It is short, because every rank sends it to every other."""
-        return pack_boxes(self.tensors, self.doubtful), json.dumps(self.samples)
+    def describe_replicas(self) -> tuple[dict[str, Any], str]:
+        """What other ranks need for `write_replicas_once`. It is short, because every rank sends it to every other."""
+        return pack_boxes(self.tensors, self.possible_replicas), json.dumps(self.samples)
 
-    def leave_to_one(self, doubtful: Sequence[dict[str, Any]], samples: Sequence[str]) -> None:
-        """Leave tensors that several ranks would write to one of them. The arguments: `describe_doubtful` of all ranks.
+    def write_replicas_once(self, possible_replicas: Sequence[dict[str, Any]], samples: Sequence[str]) -> None:
+        """Leave tensors that several ranks would write to one of them. The arguments: `describe_replicas` of all ranks.
 
         CheckpointError if this rank and a rank outside its mesh have different values under one name.
         """
-        numbers, tables = merge_boxes([shape for _, shape in self.tensors.values()], doubtful)
+        numbers, tables = merge_boxes([shape for _, shape in self.tensors.values()], possible_replicas)
         holders: dict[Any, list[int]] = defaultdict(list)
         for number, table in enumerate(tables):
             for rank, offsets, _ in table:
                 holders[number, tuple(offsets)].append(rank)
         read, others = cache(lambda rank: json.loads(samples[rank])), set()
         for turn, (key, number) in enumerate(zip(self.tensors, numbers)):
-            if key in self.doubtful:
-                ranks = holders[number, self.doubtful[key][0]]
+            if key in self.possible_replicas:
+                ranks = holders[number, self.possible_replicas[key][0]]
                 if key in self.samples and not _are_copies(self.samples[key], read(ranks[0])[key]):
                     raise CheckpointError(
                         f"'{key}' differs between ranks {ranks[0]} and {self.rank}, but no mesh axis shards it, so one "

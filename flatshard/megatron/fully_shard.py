@@ -25,7 +25,7 @@ from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
-from flatshard.optim.step import original_class, repoint
+from flatshard.optim.step import original_class, replace_parameters
 from flatshard.policy import strategy_name
 
 # The values of ``zero_dp_strategy``, which may also be the names in lower case.
@@ -204,7 +204,7 @@ def fully_shard(module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: A
         raise TypeError(f"fully_shard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     given = _FURTHER.bind(module, *args, **kwargs).arguments
     model = fully_shard_model(module, *args, **kwargs)
-    repoint(optimizer)
+    replace_parameters(optimizer)
     return model, fully_shard_optimizer(optimizer, given.get("preproc_state_dict_for_dcp_ckpt", True))
 
 

@@ -24,7 +24,7 @@ from flatshard import _arguments, _torch
 from flatshard.buffer import kernels
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.optim import adamw8bit_kernel
-from flatshard.optim.combined import evaluated
+from flatshard.optim.combined import run_closure
 
 BLOCK = 256
 _LEAST_ROW = 64  # elements: below it, scales would take more than they are worth
@@ -77,7 +77,7 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = evaluated(closure)
+        loss = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 
-def evaluated(closure: Callable[[], Any] | None) -> Any:
+def run_closure(closure: Callable[[], Any] | None) -> Any:
     """The loss of a closure, which may run a backward; None without a closure."""
     if closure is None:
         return None
@@ -55,7 +55,7 @@ class CombinedOptimizer(Optimizer):
         return {key: value for each in self.optimizers for key, value in each.state.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = evaluated(closure)
+        loss = run_closure(closure)
         for each in self.optimizers:
             each.step()
         return loss

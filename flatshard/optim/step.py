@@ -23,7 +23,7 @@ from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
 from flatshard.optim.clip import cut_axes
-from flatshard.optim.combined import CombinedOptimizer, evaluated
+from flatshard.optim.combined import CombinedOptimizer, run_closure
 from flatshard.optim.flat_params import is_elementwise, local_part
 from flatshard.optim.local_step import (
     STEPPER,
@@ -358,7 +358,7 @@ def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer
 
     @functools.wraps(base)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        loss = evaluated(closure)
+        loss = run_closure(closure)
         result = _stepper_of(self).step(self, functools.partial(base, self, *((None, *args) if args else ()), **kwargs))
         return result if closure is None else loss
 
@@ -564,7 +564,7 @@ def watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def repoint(optimizer: Optimizer) -> None:
+def replace_parameters(optimizer: Optimizer) -> None:
     """Replace parameters that `fully_shard` has sharded by the sharded ones, and shard their state.
 
     Tensors of a parameter's shape are sharded as the parameter; all other entries of its state are kept.

@@ -173,7 +173,7 @@ class _Piece:
     ) -> None:
         self._of, self._state, self._split, self._uncast, self._reduced = of, state, split, uncast, reduced
         self._before = dict(state)
-        self._wide = [key for key, value in state.items() if travels(key, value)]
+        self._copied_keys = [key for key, value in state.items() if is_per_element(key, value)]
         self._home = state_home(group.home)
         self._on_host = group.home.host
         self._weight = of.tensor.detach()
@@ -190,7 +190,7 @@ class _Piece:
 
     def inputs(self, cut: Cut) -> list[torch.Tensor]:
         """What is to be copied to the device."""
-        inputs = [cut(self._before[key]) for key in self._wide]
+        inputs = [cut(self._before[key]) for key in self._copied_keys]
         if self._on_host:
             inputs.append(cut(self._weight))
             if self._reduced is None:
@@ -206,17 +206,16 @@ class _Piece:
 
     def _parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
         """A parameter with its gradient, and its state, on the device."""
-        rest = list(arrived[len(self._wide) :])
+        rest = list(arrived[len(self._copied_keys) :])
         parameter = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
         parameter.__dict__.update(self._of.tensor.__dict__)
         gradient = rest.pop() if rest else cut(self._gradient)
         set_grad(parameter, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
-        wide = dict(zip(self._wide, arrived))
-        return parameter, {
-            k: wide[k] if k in wide else self._counted(v, parameter.device) for k, v in self._before.items()
-        }
+        wide = dict(zip(self._copied_keys, arrived))
+        state = {k: wide[k] if k in wide else self._copied_value(v, parameter.device) for k, v in self._before.items()}
+        return parameter, state
 
-    def _counted(self, value: Any, device: torch.device) -> Any:
+    def _copied_value(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().to(device if self._counts_there else value.device, copy=True)
         return copy.copy(value)
@@ -225,7 +224,7 @@ class _Piece:
         """Tensors to copy, and where in host memory. Entries that have no elements are those of the last piece."""
         pairs: Pairs = []
         for key, value in state.items():
-            if not travels(key, value):
+            if not is_per_element(key, value):
                 self._state[key] = value
                 continue
             if key not in self._state:
@@ -239,7 +238,7 @@ class _Piece:
         return pairs
 
 
-def travels(key: Any, value: Any) -> bool:
+def is_per_element(key: Any, value: Any) -> bool:
     """Whether an entry of a state has numbers for the elements of its parameter."""
     return isinstance(value, torch.Tensor) and key not in PER_PARAMETER
 

@@ -102,7 +102,7 @@ class CpuClock:
             transfer, work = call
             try:
                 end = self._links[transfer.level].reserve(transfer.seconds) if transfer.seconds else 0.0
-                carry_out(transfer)
+                move_bytes(transfer)
                 del call, transfer  # their memory must be free when a caller's wait returns
                 _sleep_until(end)
             except Exception as error:
@@ -112,7 +112,7 @@ class CpuClock:
             del work
 
 
-def carry_out(transfer: Transfer) -> None:
+def move_bytes(transfer: Transfer) -> None:
     """Move the bytes."""
     for pair in transfer.pairs:
         # `.data` has a separate version counter: like any other backend, this one does not change autograd's.

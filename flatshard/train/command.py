@@ -8,7 +8,7 @@ import sys
 from flatshard.train import log
 from flatshard.train.bundled_text import bundled_text
 from flatshard.train.environment import started_world
-from flatshard.train.settings import FILE, Mistake, TrainSettings, parse, read, told
+from flatshard.train.settings import FILE, Mistake, TrainSettings, errors_about, parse, read
 
 
 def train(arguments: list[str]) -> int:
@@ -37,23 +37,23 @@ def check_settings(settings: TrainSettings) -> None:
         log.check_log(settings.losses)
     if settings.tensorboard is not None:
         log.check_installed("tensorboard")
-        with told(f"--tensorboard {settings.tensorboard}"):
+        with errors_about(f"--tensorboard {settings.tensorboard}"):
             log.check_folder(settings.tensorboard)
     if settings.wandb is not None:
         log.check_installed("wandb")
     if settings.export is not None:
-        with told(f"--export {settings.export}"):
+        with errors_about(f"--export {settings.export}"):
             settings.export.mkdir(parents=True, exist_ok=True)
             if any(settings.export.iterdir()):
                 raise Mistake(f"--export {settings.export}: is not empty; give a new folder")
     if settings.record is not None:
-        with told(f"--record {settings.record}"):
+        with errors_about(f"--record {settings.record}"):
             settings.record.open("a").close()
     folder = settings.checkpoint
     if folder is not None:
         if folder.exists() and not folder.is_dir():
             raise Mistake(f"--checkpoint {folder}: not a folder")
-        with told(f"--checkpoint {folder}: cannot be written to"):
+        with errors_about(f"--checkpoint {folder}: cannot be written to"):
             log.check_folder(folder)
         if (folder / FILE).exists() and any(folder.glob("step-*")):
             settings.check_continues(read(folder / FILE).recipe, folder)

@@ -16,7 +16,7 @@ from flatshard.train.bundled_text import bundled_text
 from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import Mistake, TrainSettings
 
-_HELD = 20  # one twentieth of the tokens is for validation
+_VALIDATION_PART = 20  # one twentieth of the tokens is for validation
 Message = dict[str, str]
 # Returns the text of messages; with True, followed by the beginning of an answer.
 Render = Callable[[Sequence[Message], bool], str]
@@ -231,7 +231,7 @@ def _check(text: Text, settings: TrainSettings) -> None:
 
 def _parts(text: Text, settings: TrainSettings) -> tuple[int, int]:
     """The numbers of tokens for training and, at the end of the text, for validation."""
-    held = len(text.tokens) // _HELD if settings.val_every else 0
+    held = len(text.tokens) // _VALIDATION_PART if settings.val_every else 0
     return len(text.tokens) - held, held
 
 
@@ -263,7 +263,7 @@ def batch_rows(text: Text, settings: TrainSettings, step: int, rank: int, world:
     return _windows(text, torch.tensor(starts), context)
 
 
-def held_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tuple[Tensor, Tensor]:
+def validation_rows(text: Text, settings: TrainSettings, rank: int, world: int) -> tuple[Tensor, Tensor]:
     """This rank's (tokens, targets) for validation, with the same number of rows on every rank."""
     training, held = _parts(text, settings)
     rows = min(settings.val_rows, (held - 1) // settings.context) // world
@@ -286,7 +286,7 @@ def _windows(text: Text, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def share_of(text: Text, settings: TrainSettings, step: int) -> float:
+def loss_scale(text: Text, settings: TrainSettings, step: int) -> float:
     """The factor that turns the mean loss over all tokens of a batch into the mean over tokens that count."""
     if text.answers is None:
         return 1.0

@@ -101,10 +101,10 @@ def run_rank(settings: TrainSettings) -> int:
     except Exception as error:
         if not (isinstance(error, PeerError) or _torch.lost_a_peer(error)):
             raise
-        _end_alone(settings, trainer, error)
+        _end_without_peer(settings, trainer, error)
 
 
-def _end_alone(settings: TrainSettings, trainer: Trainer | None, error: Exception) -> NoReturn:
+def _end_without_peer(settings: TrainSettings, trainer: Trainer | None, error: Exception) -> NoReturn:
     """Print that another rank has failed or does not answer, and end this process."""
     where = "while it started" if trainer is None else f"in step {trainer.reached + 1}"
     folder = settings.checkpoint
@@ -157,7 +157,7 @@ class _Signals(Stop):
     """Passes SIGINT and SIGTERM on to the ranks. A second signal, more than a second later, kills them."""
 
     def __call__(self, number: int, frame: Any) -> None:
-        again = self.heard(number)
+        again = self.record(number)
         for rank in multiprocessing.active_children():
             if rank.pid is not None:
                 os.kill(rank.pid, signal.SIGKILL if again else number)

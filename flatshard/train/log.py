@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from flatshard.train.settings import Mistake, TrainSettings, told
+from flatshard.train.settings import Mistake, TrainSettings, errors_about
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def check_log(path: Path) -> None:
     """Mistake if this file exists and is not the log of a run, or cannot be written."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise Mistake(f"--losses {path}: not a file")  # devices may be endless
-    with told(f"--losses {path}"):
+    with errors_about(f"--losses {path}"):
         _end_of(path, 0)
         if path.exists():
             path.open("ab").close()

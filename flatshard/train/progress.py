@@ -162,7 +162,7 @@ def run_with_display(trainer: Trainer) -> None:
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            trainer.stop.lose_reader()
+            trainer.stop.end_for_closed_pipe()
 
     say(headline(trainer))
     if 0 < trainer.done < steps:
@@ -174,7 +174,7 @@ def run_with_display(trainer: Trainer) -> None:
     with display(trainer.settings, say) as shown:
         for step in trainer.steps():
             if reader_is_gone():
-                trainer.stop.lose_reader()
+                trainer.stop.end_for_closed_pipe()
             is_first = step.number == trainer.done + 1
             if step.sample is not None:
                 say(f"\n{step.sample}\n")

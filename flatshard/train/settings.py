@@ -28,7 +28,7 @@ class Mistake(ValueError):
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def errors_about(what: str) -> Iterator[None]:
     """A context in which an OSError becomes a Mistake about ``what``."""
     try:
         yield
@@ -283,7 +283,7 @@ _ABOUT = (
 def read(path: Path) -> TrainSettings:
     """The settings of a file. Mistake if it cannot be read, or has an unknown setting."""
     try:
-        with told(f"--config {path}"):
+        with errors_about(f"--config {path}"):
             text = path.read_text()
     except UnicodeDecodeError as error:
         raise Mistake(f"--config {path}: is not text") from error

@@ -26,7 +26,7 @@ class Stop:
         """Handle SIGINT and SIGTERM from now on; returns the previous handlers. Must be called in the main thread."""
         return {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def heard(self, number: int) -> bool:
+    def record(self, number: int) -> bool:
         """Record the first signal. Returns whether this is a second one, more than `_SECONDS` later."""
         again = self.number != 0 and time.monotonic() - self._since > _SECONDS
         if not self.number:
@@ -34,10 +34,10 @@ class Stop:
         return again
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.heard(number):
+        if self.record(number):
             os._exit(128 + number)  # the second signal ends the process at once
 
-    def lose_reader(self) -> None:
+    def end_for_closed_pipe(self) -> None:
         """End the run because nobody reads stdout, and discard output until then."""
         self.number, self._since = self.number or signal.SIGPIPE, time.monotonic()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # then flushing it at exit raises no error

@@ -22,7 +22,7 @@ from flatshard.captured import Captured, capture
 from flatshard.checkpoint.errors import CheckpointError, from_all_ranks, on_all_ranks
 from flatshard.optim.clip import clip_grad_norm_
 from flatshard.train.build import Causal, build_model, build_optimizer, set_capturable, shard
-from flatshard.train.data import Text, batch_rows, held_rows, share_of
+from flatshard.train.data import Text, batch_rows, loss_scale, validation_rows
 from flatshard.train.log import Log, Step
 from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import FILE, Mistake, TrainSettings
@@ -150,7 +150,7 @@ class Trainer:
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        share = torch.tensor(share_of(self.text, settings, number))
+        share = torch.tensor(loss_scale(self.text, settings, number))
         batch = tokens.to(self.device), targets.to(self.device), share.to(self.device)
         is_first = isinstance(self._update, Captured) and self._update.captures_next
         loss, norm = self._captured(batch) if is_first else self._update(*batch)
@@ -164,7 +164,7 @@ class Trainer:
         """Run one step; returns the mean loss of this rank's rows, and the norm of the gradient before clipping.
 
         With ``--in-backward``, the backward has freed the gradients, and there is no norm.
-        ``share``: the result of `share_of`. Ranks and micro-batches may have different numbers of targets that count.
+        ``share``: the result of `loss_scale`. Ranks and micro-batches may have different numbers of targets that count.
         """
         parts = self.settings.microbatches
         loss = torch.zeros((), device=self.device)
@@ -199,7 +199,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> Tensor:
         """The mean loss on the validation data. All ranks must call it."""
-        tokens, targets = held_rows(self.text, self.settings, self.mesh.get_rank(), self.mesh.size())
+        tokens, targets = validation_rows(self.text, self.settings, self.mesh.get_rank(), self.mesh.size())
         parts = max(1, len(tokens) // max(1, self.settings.batch // self.mesh.size()))
         self.model.eval()
         total = torch.zeros((), device=self.device)

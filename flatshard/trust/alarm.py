@@ -49,8 +49,8 @@ class Alarm:
         self._loop: Loop | None = None
         self._oldest, self._age = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
         self._seen, self._idle = 0, 0  # launches, and looks without a new one
-        self._may_ask_events = False
-        self._terminate = exits.TerminateHandler(self._torch_gives_up)
+        self._may_query_events = False
+        self._terminate = exits.TerminateHandler(self._on_terminate)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -124,7 +124,7 @@ class Alarm:
         elif watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
         elif isinstance(error, Exception) and not isinstance(error, PeerError):
-            watch.tell(_named(error))
+            watch.tell(_text_of(error))
         self.verdict.pause_grace()
         self._of = self._watch = None
         watch.close()
@@ -139,9 +139,9 @@ class Alarm:
 
     def _tick(self, seconds: float) -> None:
         watch = self._watch
-        if watch is not None and record.is_on_device and not self._may_ask_events:
+        if watch is not None and record.is_on_device and not self._may_query_events:
             watch.group.settle_in()
-            self._may_ask_events = True
+            self._may_query_events = True
         self._idle = self._idle + 1 if record.number == self._seen else 0
         self._seen = record.number
         if self._idle == _STALLED and self._seen:
@@ -160,7 +160,7 @@ class Alarm:
         ``seconds``: since the last call. The time of a launch that waits behind another starts when it becomes the
         oldest.
         """
-        entry = record.oldest_open() if record.is_on_device else None
+        entry = record.oldest_pending() if record.is_on_device else None
         if entry is None or entry.number != self._oldest:
             self._oldest, self._age = 0 if entry is None else entry.number, 0.0
             return None
@@ -178,7 +178,7 @@ class Alarm:
         if self._pid != os.getpid():
             return
         if isinstance(error, PeerError):
-            record.tell(error=_named(error))
+            record.tell(error=_text_of(error))
         elif self._watch is not None and self._watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
         elif not self.verdict.explanation:
@@ -190,16 +190,16 @@ class Alarm:
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
-        what = str(record.oldest_open() or record.last() or "a collective")
+        what = str(record.oldest_pending() or record.last() or "a collective")
         self.verdict.explanation = str(self.explain(what, error))
 
     def _post(self, error: BaseException) -> None:
         """Notify the other ranks of the end of this one."""
-        record.tell(error=_named(error))
+        record.tell(error=_text_of(error))
         if self._watch is not None:
-            self._watch.tell(_named(error))
+            self._watch.tell(_text_of(error))
 
-    def _torch_gives_up(self, is_distributed: bool) -> None:
+    def _on_terminate(self, is_distributed: bool) -> None:
         """A C++ exception is about to abort the process: of torch's NCCL watchdog, or of other code."""
         if self._pid != os.getpid():
             return
@@ -226,14 +226,14 @@ class Alarm:
         if self._loop is not None:
             self._loop.stop()
         self._of = None  # a process group that was not destroyed is freed with the modules
-        if has_failed and (self.gave_up or record.is_on_device or record.oldest_open() is not None):
+        if has_failed and (self.gave_up or record.is_on_device or record.oldest_pending() is not None):
             exits.end_failed(self.verdict.explanation)
         self._terminate.remove()
         if not has_failed:
             exits.remove_record()
 
 
-def _named(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatshard.trust.record import MOST_RANKS, Entry, ReadRecord, decoded, in_range, ranges
+from flatshard.trust.record import MOST_RANKS, Entry, ReadRecord, decoded, parse_ranges, ranges
 
 
 def read_records(folder: Path) -> dict[int, ReadRecord]:
@@ -56,7 +56,7 @@ def blame(records: dict[int, ReadRecord]) -> str:
             last = f" after {record.entries[-1]}" if record.entries else ""
             sentences.append(f"Rank {rank} raised {record.header['error']}{last}.")
     for rank, record in sorted(records.items()):
-        sentences += [f"On rank {rank} {e} timed out." for e in record.entries if record.fate(e) == "timed out"]
+        sentences += [f"On rank {rank} {e} timed out." for e in record.entries if record.status(e) == "timed out"]
     by_group = _by_group(records)
     differences = [diff for group, ranks in by_group.items() if (diff := _first_difference(group, ranks)) is not None]
     if differences:
@@ -78,7 +78,7 @@ def _by_group(records: dict[int, ReadRecord]) -> dict[str, dict[int, list[Entry]
     for rank, record in records.items():
         for entry in record.entries:
             if entry.group not in groups:
-                members = in_range((entry.group.split() or [""])[-1])
+                members = parse_ranges((entry.group.split() or [""])[-1])
                 groups[entry.group] = {member: [] for member in members if member in records}
             groups[entry.group].setdefault(rank, []).append(entry)
     return groups
@@ -113,5 +113,5 @@ def last_launches(records: dict[int, ReadRecord], last: int = 5) -> Sequence[str
     lines = []
     for rank, record in sorted(records.items()):
         lines.append(f"rank {rank}, process {record.header.get('pid', '?')} on {record.header.get('host', '?')}:")
-        lines += [f"  #{e.number} {record.fate(e)} {e}, {e.group}" for e in record.entries[-last:]]
+        lines += [f"  #{e.number} {record.status(e)} {e}, {e.group}" for e in record.entries[-last:]]
     return lines

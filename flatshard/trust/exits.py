@@ -121,7 +121,7 @@ def dump() -> None:
 def end_stuck(reason: str | None) -> NoReturn:
     """End this process from another thread: the main thread has not reached a place where it could raise."""
     rank = record.header["rank"]
-    entry, frame = record.oldest_open(), sys._current_frames().get(threading.main_thread().ident or 0)
+    entry, frame = record.oldest_pending(), sys._current_frames().get(threading.main_thread().ident or 0)
     waited = f"Rank {rank} was waiting for {'no collective' if entry is None else entry}"
     record.tell(error=f"PeerError: {reason}. {waited}")
     print_record()

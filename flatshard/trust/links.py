@@ -30,38 +30,39 @@ _LONGEST = 1 << 18  # bytes of a message
 class Links:
     """The connections of one rank. Only one thread may use them: the one that runs ``selector``.
 
-    ``heard(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose process
-    has ended without sending ``{"left": ranks}``: itself, and the ranks that have said goodbye to it. Keys of the
-    selector carry a function without arguments, which is to be called.
+    ``on_message(message)`` is called for each message of another rank, and with ``{"lost": rank}`` for a rank whose
+    process has ended without sending ``{"left": ranks}``: itself, and the ranks that have said goodbye to it. Keys of
+    the selector carry a function without arguments, which is to be called.
     """
 
     def __init__(
-        self, store: Any, rank: int, world: int, selector: selectors.BaseSelector, heard: Callable[[Message], None]
+        self, store: Any, rank: int, world: int, selector: selectors.BaseSelector, on_message: Callable[[Message], None]
     ) -> None:
         """``store``: of this rank alone; it is dropped once the addresses are known. Opens no connection."""
-        self._store, self._rank, self._selector, self._heard = store, rank, selector, heard
+        self._store, self._rank, self._selector, self._on_message = store, rank, selector, on_message
         self._links: list[_Link] = []
-        self._news: list[bytes] = []  # what those who connect later must hear
-        self._missing = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
-        self._above: _Link | None = None
+        self._earlier_lines: list[bytes] = []  # what those who connect later must hear
+        self._pending = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
+        self._parent: _Link | None = None
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self.left: set[int] = set()  # ranks that have ended well, as far as the neighbours knew
 
     def are_complete(self) -> bool:
         """Whether all neighbours in the tree have connected."""
-        return not self._missing and not self._seeks() and (self._above is None or self._above.rank is not None)
+        is_welcome = self._parent is None or self._parent.rank is not None
+        return is_welcome and not self._pending and not self._needs_parent()
 
-    def _seeks(self) -> bool:
+    def _needs_parent(self) -> bool:
         """Whether the parent is still to be found."""
-        return self._rank > 0 and self._above is None and self._store is not None
+        return self._rank > 0 and self._parent is None and self._store is not None
 
-    def are_there(self) -> bool:
+    def is_connected(self) -> bool:
         return bool(self._links)
 
     def open(self) -> None:
         """Listen for the children, and publish the address. OSError, RuntimeError: no address, or no store."""
-        if self._missing:
+        if self._pending:
             address, name = _own_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._listener = socket.create_server((address, 0), family=family, backlog=2 * _FANOUT)
@@ -70,21 +71,21 @@ class Links:
             location = [name, self._listener.getsockname()[1], self._token]
             self._store.set(f"links/{self._rank}", json.dumps(location))
 
-    def seek(self) -> None:
+    def connect_to_parent(self) -> None:
         """Connect to the parent, once its address is published. RuntimeError: the store is gone."""
         above = (self._rank - 1) // _FANOUT
         key = f"links/{above}"
-        if not self._seeks() or not self._store.check([key]):
+        if not self._needs_parent() or not self._store.check([key]):
             return
         name, port, token = json.loads(self._store.get(key))
         try:
             connected = socket.create_connection((name, port), _PATIENCE)
         except OSError:
             return  # and again with the next call
-        self._above = self._add(connected)
-        self._above.send(_line({"hello": self._rank, "token": token}))
+        self._parent = self._add(connected)
+        self._parent.send(_line({"hello": self._rank, "token": token}))
 
-    def said(self, key: str) -> str | None:
+    def stored(self, key: str) -> str | None:
         """The value of a key in the store, for messages from before all were connected; None without a store."""
         if self._store is None or not self._store.check([key]):
             return None
@@ -94,13 +95,13 @@ class Links:
     def forget_store(self) -> None:
         """Drop the store: children that have not connected, and the parent, are then not waited for."""
         self._store = None
-        self._missing.clear()
+        self._pending.clear()
 
     def tell(self, message: Message, by: _Link | None = None) -> None:
         """Send a message to all ranks, or pass on what has come ``by`` a connection."""
         line = _line(message)
         if not message.keys() & {"ask", "state"}:
-            self._news.append(line)
+            self._earlier_lines.append(line)
         for link in list(self._links):
             if link is not by and link.rank is not None:
                 link.send(line)
@@ -149,47 +150,47 @@ class Links:
         link.send(b"")
         lines, is_open = link.receive()
         for line in lines:
-            if not self._take(link, line):
+            if not self._handle_line(link, line):
                 self._remove(link)
                 return
         if not is_open:
             self._remove(link)
             if link.rank is not None and link.rank not in self.left:
                 self.tell({"lost": link.rank})
-                self._heard({"lost": link.rank})
+                self._on_message({"lost": link.rank})
 
-    def _take(self, link: _Link, line: bytes) -> bool:
+    def _handle_line(self, link: _Link, line: bytes) -> bool:
         """Whether the other end follows the protocol of a rank of this job."""
         try:
             message = json.loads(line)
             if link.rank is None:
-                return self._greeted(link, message)
+                return self._handle_greeting(link, message)
             if "left" in message:
                 self.left.update(map(int, message["left"]))
             else:
                 self.tell(message, by=link)
-            self._heard(message)
+            self._on_message(message)
         except (ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
 
-    def _greeted(self, link: _Link, message: Message) -> bool:
+    def _handle_greeting(self, link: _Link, message: Message) -> bool:
         """The first message: the other end identifies itself, and both sides send earlier messages."""
-        if link is self._above:
+        if link is self._parent:
             link.rank = int(message["welcome"])
-        elif message["hello"] in self._missing and hmac.compare_digest(str(message["token"]), self._token):
+        elif message["hello"] in self._pending and hmac.compare_digest(str(message["token"]), self._token):
             link.rank = int(message["hello"])
-            self._missing.discard(link.rank)
+            self._pending.discard(link.rank)
             link.send(_line({"welcome": self._rank}))
         else:
             return False
-        for line in self._news:
+        for line in self._earlier_lines:
             link.send(line)
         return True
 
     def _remove(self, link: _Link) -> None:
-        if link is self._above and link.rank is None:  # an old address, which another process has now
-            self._above = None
+        if link is self._parent and link.rank is None:  # an old address, which another process has now
+            self._parent = None
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()

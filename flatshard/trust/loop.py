@@ -52,17 +52,17 @@ class Loop:
             return
         done = threading.Event()
         self._todo += (action, done.set)
-        self._knock()
+        self._wake_up()
         if wait:
             done.wait(wait)
 
     def stop(self) -> None:
         """Wait until the thread has ended: if it returned from C++ after the interpreter's end, it would abort."""
         self._stops = True
-        self._knock()
+        self._wake_up()
         self._thread.join(CALL_LIMIT + TICK)
 
-    def _knock(self) -> None:
+    def _wake_up(self) -> None:
         with contextlib.suppress(OSError):  # it has been woken often enough
             self._wake.send(b"\0")
 

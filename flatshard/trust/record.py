@@ -74,7 +74,7 @@ class ReadRecord:
     header: dict[str, Any]
     entries: list[Entry]  # the oldest first
 
-    def fate(self, entry: Entry) -> str:
+    def status(self, entry: Entry) -> str:
         """The state of a launch, in a word or two."""
         if entry.number == self.header.get("timed_out"):
             return "timed out"
@@ -156,7 +156,7 @@ class FlightRecord:
         _ENDED.pack_into(self._map, _HEADER + _GROUPS + slot * _ENTRY.size + _ENDED_AT, time.time())
         return True
 
-    def oldest_open(self) -> Entry | None:
+    def oldest_pending(self) -> Entry | None:
         last = self.number
         at = max(self._oldest, last - CAPACITY + 1)
         while at <= last and self._has_ended(at % CAPACITY):
@@ -225,7 +225,7 @@ class FlightRecord:
         self.settle()
         record = self.read()
         lines = [f"flatshard: the last collectives of rank {self.header['rank']}:"]
-        lines += [f"  #{e.number} {record.fate(e):<9} {e}, group {e.group}" for e in record.entries[-12:]]
+        lines += [f"  #{e.number} {record.status(e):<9} {e}, group {e.group}" for e in record.entries[-12:]]
         if self._path is not None:
             path = self._path.with_suffix(".json")
             path.write_text(json.dumps(asdict(record), indent=1))
@@ -280,7 +280,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-def in_range(text: str) -> list[int]:
+def parse_ranges(text: str) -> list[int]:
     """The ranks of a text from `ranges`; none for any other text."""
     ranks: list[int] = []
     for part in text.split(","):

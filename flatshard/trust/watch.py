@@ -12,12 +12,12 @@ from typing import Any
 
 from flatshard.trust.links import Links, Message
 from flatshard.trust.loop import TICK, Loop
-from flatshard.trust.record import Entry, in_range, record
+from flatshard.trust.record import Entry, parse_ranges, record
 
 _log = logging.getLogger("flatshard")
 
 GRACE = 3.0  # seconds that others have to say why a wait has failed
-_HASTE = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
+_FIRST_RETRY = 0.05  # seconds between the first two attempts to find the others; then twice as many, up to a tick
 _NOTICE = 0.2  # seconds in which a launcher notices the end of a process; torchrun looks every tenth of a second
 _FAREWELL = 5.0  # seconds that the rank which has the store waits for the others to end
 
@@ -82,12 +82,12 @@ class Verdict:
         """Whether this rank has to end now, since it has not ended by itself."""
         if self.reason is None or time.monotonic() - self._since <= self._grace:
             return False
-        entry = record.oldest_open() if record.is_on_device else None  # on the CPU, the wait raises
-        return self.is_failure or (entry is not None and self._lost in in_range(entry.group.split()[-1]))
+        entry = record.oldest_pending() if record.is_on_device else None  # on the CPU, the wait raises
+        return self.is_failure or (entry is not None and self._lost in parse_ranges(entry.group.split()[-1]))
 
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""
-        oldest = record.oldest_open() if record.is_on_device else None
+        oldest = record.oldest_pending() if record.is_on_device else None
         return record_error(PeerError(f"{self.reason}. Rank {record.header['rank']} was waiting for {oldest or what}"))
 
 
@@ -142,7 +142,7 @@ class Survey:
     def own_state(self) -> str:
         if self.waits_for:
             return f"waits for {self.waits_for}"
-        entry, last = record.oldest_open(), record.last()
+        entry, last = record.oldest_pending(), record.last()
         if entry is not None:
             return f"waits for {entry}"
         return "has launched nothing yet" if last is None else f"has launched nothing since {last}"
@@ -172,7 +172,7 @@ class Watch:
         self._name, self._loop = name, loop
         self._links: Links | None = None
         self._survey = Survey(group.rank, group.world)
-        self._haste = _HASTE
+        self._retry_after = _FIRST_RETRY
 
     # Connections
 
@@ -209,7 +209,7 @@ class Watch:
         """Wait for other ranks to end first: this rank hosts the store, and their threads log errors without it."""
         until = time.monotonic() + _FAREWELL
         while self.group.kept is not None and time.monotonic() < until:
-            if self._links is None or not self._links.are_there() or self.verdict.reason is not None:
+            if self._links is None or not self._links.is_connected() or self.verdict.reason is not None:
                 return
             time.sleep(0.02)
 
@@ -225,8 +225,8 @@ class Watch:
 
     def pause(self) -> float:
         """The longest time to sleep, in seconds. Looks for ranks that have not connected yet."""
-        self._haste = _HASTE if self._find_others() else min(2 * self._haste, TICK)
-        return TICK if self._haste == _HASTE else self._haste
+        self._retry_after = _FIRST_RETRY if self._find_others() else min(2 * self._retry_after, TICK)
+        return TICK if self._retry_after == _FIRST_RETRY else self._retry_after
 
     def _find_others(self) -> bool:
         """Whether all neighbours have connected. Until then, a rank that ends leaves its message in the store."""
@@ -234,8 +234,8 @@ class Watch:
         if links is None or links.are_complete():
             return True
         try:
-            links.seek()
-            message = links.said("raised")
+            links.connect_to_parent()
+            message = links.stored("raised")
         except RuntimeError:
             links.forget_store()  # it went away with the rank that kept it
             return True

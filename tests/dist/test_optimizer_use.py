@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from flatshard import fully_shard, fully_shard_optimizer
-from flatshard.optim.step import repoint
+from flatshard.optim.step import replace_parameters
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_optimizer import Gated, assert_same, by_attribute, one_step, ready, same_state_dict, shard, weights
 
@@ -287,7 +287,7 @@ def _before_sharding(rank, world):
     for attempt in (old.step, lambda: fully_shard_optimizer(old)):
         with pytest.raises(RuntimeError, match=r"before fully_shard.*Build the optimizer after"):
             attempt()
-    repoint(old)
+    replace_parameters(old)
     for wrap in (False, True):
         if wrap:
             fully_shard_optimizer(old)

@@ -30,7 +30,7 @@ from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.loop import Loop
-from flatshard.trust.record import CAPACITY, FlightRecord, decoded, in_range, ranges, records_folder
+from flatshard.trust.record import CAPACITY, FlightRecord, decoded, parse_ranges, ranges, records_folder
 from flatshard.trust.watch import Watch
 from tests.bench.script import as_interpreter, free_port
 
@@ -384,7 +384,7 @@ def test_blame_of_what_is_no_record(tmp_path, capsys):
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
 def test_ranks_in_short(ranks):
-    assert in_range(ranges(ranks)) == ranks
+    assert parse_ranges(ranges(ranks)) == ranks
 
 
 def test_work_that_knows_no_limit_of_time_is_waited_for():
@@ -455,9 +455,9 @@ def test_what_is_captured_is_not_waited_for(own_record):
     record.captures = True
     record.append(launches_of, 0, "b", 8, None)
     record.captures = False
-    assert record.oldest_open() is None
+    assert record.oldest_pending() is None
     record.append(record.group("replay 0,1", 30.0), 4, "step", 0, _Launched())
-    assert str(record.oldest_open()) == "replay step (0 bytes, step 0)"
+    assert str(record.oldest_pending()) == "replay step (0 bytes, step 0)"
 
 
 @pytest.mark.parametrize(("ranks", "ends"), [("0,2", False), ("0-2", True)])
@@ -484,7 +484,7 @@ def test_a_device_that_is_in_error_is_asked_in_vain(own_record):
 
     record.append(record.group("gather 0,1", 30.0), 0, "a", 8, Broken())
     record.settle()
-    assert record.oldest_open().name == "a"
+    assert record.oldest_pending().name == "a"
 
 
 # Throws an exception of torch.distributed, or of somebody else, on a thread that catches nothing.

@@ -30,7 +30,7 @@ class Tree:
         for rank in ranks:
             self.links[rank].open()
         for rank in ranks:
-            self.links[rank].seek()
+            self.links[rank].connect_to_parent()
         self.run()
 
     def run(self):
@@ -157,7 +157,7 @@ def test_a_question_that_many_ask_at_once_is_answered_once_by_each(tree, monkeyp
             answer(rank, {})
 
     for rank in range(10):
-        monkeypatch.setattr(ranks.links[rank], "_heard", partial(hear, rank))
+        monkeypatch.setattr(ranks.links[rank], "_on_message", partial(hear, rank))
         if surveys[rank].begin():
             answer(rank, {"ask": rank})
     ranks.run()

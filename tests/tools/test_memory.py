@@ -13,7 +13,7 @@ from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
 from flatshard.layout import planner
 from flatshard.rehearsal import rehearse
-from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, carry_out
+from flatshard.rehearsal.clock_cpu import CpuClock, CpuWork, move_bytes
 from flatshard.rehearsal.network import difference
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import CONFIG, Case
@@ -123,7 +123,7 @@ TRACED = [
 def at_once(clock, transfer):
     """A collective on the caller's thread: the profiler sees memory that is freed there only."""
     work = CpuWork(transfer)
-    carry_out(transfer)
+    move_bytes(transfer)
     work.finish()
     return work
 

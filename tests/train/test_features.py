@@ -16,7 +16,7 @@ from flatshard.engine.tree.build import units_below
 from flatshard.tools.report import Record
 from flatshard.train.build import build_mesh, build_model
 from flatshard.train.command import check_settings
-from flatshard.train.data import batch_rows, held_rows, load_text, share_of
+from flatshard.train.data import batch_rows, load_text, loss_scale, validation_rows
 from flatshard.train.environment import has_own_gpus, slurm_ranks
 from flatshard.train.log import Log, Step
 from flatshard.train.model import Llama, mean_loss
@@ -168,7 +168,7 @@ def test_an_epoch_takes_every_row_once_and_the_next_another_way():
         assert joined in bytes(text.tokens.tolist())
     assert first != second
     held = replace(settings, val_every=1, val_rows=2, context=4)
-    tokens, targets = held_rows(load_text(held), held, 1, 2)
+    tokens, targets = validation_rows(load_text(held), held, 1, 2)
     assert tokens.shape == (1, 4)
     assert torch.equal(tokens[0, 1:], targets[0, :-1])
 
@@ -287,7 +287,7 @@ def test_of_conversations_answers_alone_are_learned(tmp_path):
     assert (targets[:, :-1] == tokens[:, 1:])[targets[:, :-1] >= 0].all()
     logits = torch.randn(4, 32, 256)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert mean_loss(lambda x: x, logits, targets, 16) * share_of(text, settings, 1) == pytest.approx(float(expected))
+    assert mean_loss(lambda x: x, logits, targets, 16) * loss_scale(text, settings, 1) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize(
