@@ -132,7 +132,6 @@ class Reader(ExitStack):
 
 
 def read_extra(manifest: Manifest, reader: Reader, rank: int) -> Any:
-    """The ``extra`` that a rank has saved."""
     reader._file(rank_file(rank), f"extra/{rank}")
     file = manifest.opened[rank_file(rank)]
     return decode_tree(file.extra, lambda key: reader.read(key, file.tensors[key]))

@@ -13,9 +13,9 @@ import copy
 import functools
 import itertools
 import math
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from flatshard.engine.groups.registry import group_of
 from flatshard.optim.adamw8bit import with_rows_of
 
 State = dict[Any, Any]  # of one parameter: name -> tensor or anything else
-Cut: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Rows: TypeAlias = "slice | EllipsisType"  # an index for dim 0
 # Names in the state of torch's optimizers that have one number per parameter, whatever its shape.
 PER_PARAMETER = {"step", "mu_product", "eta", "mu"}
 
@@ -65,15 +65,15 @@ class FlatParam:
             return buffer.local_view(self._indices[0])
         return buffer.local if self._is_all else buffer.local[slice(*self._extent)]
 
-    def cuts(self, most: int) -> list[Cut]:
-        """Functions that cut rows of the tensor, and of others with as many, into pieces of at most so many elements.
+    def pieces(self, most: int) -> list[Rows]:
+        """The rows of each piece of the tensor, and of others with as many rows. A piece has at most so many elements.
 
-        A flat tensor has rows of one element. A row is never cut.
+        A flat tensor has rows of one element. A row is never split.
         """
         if self.tensor.dim() == 0:
-            return [operator.itemgetter(...)]
+            return [...]
         rows = max(most // max(self.tensor.shape[1:].numel(), 1), 1)
-        return [operator.itemgetter(slice(at, at + rows)) for at in range(0, max(len(self.tensor), 1), rows)]
+        return [slice(at, at + rows) for at in range(0, max(len(self.tensor), 1), rows)]
 
     def attach_gradient(self, uncast: bool) -> bool:
         """Set the gradient of the tensor; False if the gradients have changed since this was created."""

@@ -22,7 +22,7 @@ from flatshard.buffer import DONE, Lane, Ticket
 from flatshard.engine.gradients.main_grads import Reduced
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.weights.offload import Home
-from flatshard.optim.flat_params import PER_PARAMETER, Cut, FlatParam, State, set_grad
+from flatshard.optim.flat_params import PER_PARAMETER, FlatParam, Rows, State, set_grad
 from flatshard.optim.split_step import SplitStep
 
 PIECE = 1 << 24  # elements of a tensor that are stepped at a time
@@ -136,9 +136,9 @@ class StreamedStep:
             stream.follow()
             ready = reduced or group.gradients.main_grads.on_device
             for each in group_params:
-                piece = _Piece(each, group, states[each.tensor], split, uncast, ready)
-                for cut in each.cuts(PIECE):
-                    stream.run(piece.inputs(cut), functools.partial(piece.step, cut, overriding_state))
+                param = _PiecewiseParam(each, group, states[each.tensor], split, uncast, ready)
+                for rows in each.pieces(PIECE):
+                    stream.run(param.inputs(rows), functools.partial(param.step, rows, overriding_state))
             stream.keep([ready, *(each.tensor.grad for each in group_params)])
             tickets.append(Ticket(then=stream.saved.synchronize) if group.home.host else stream.stepped)
 
@@ -159,7 +159,7 @@ class StreamedStep:
             stream.saved.synchronize()
 
 
-class _Piece:
+class _PiecewiseParam:
     """A flat parameter that is stepped piece by piece, each from the same numbers."""
 
     def __init__(
@@ -188,28 +188,28 @@ class _Piece:
         options = split.groups[of.number]
         self._counts_there = bool(options.get("fused") or options.get("capturable"))
 
-    def inputs(self, cut: Cut) -> list[torch.Tensor]:
+    def inputs(self, rows: Rows) -> list[torch.Tensor]:
         """What is to be copied to the device."""
-        inputs = [cut(self._before[key]) for key in self._copied_keys]
+        inputs = [self._before[key][rows] for key in self._copied_keys]
         if self._on_host:
-            inputs.append(cut(self._weight))
+            inputs.append(self._weight[rows])
             if self._reduced is None:
-                inputs.append(cut(self._gradient))
+                inputs.append(self._gradient[rows])
         return inputs
 
-    def step(self, cut: Cut, overriding_state: OverridingState, arrived: Sequence[torch.Tensor]) -> Pairs:
-        parameter, entries = self._parameter(cut, arrived)
+    def step(self, rows: Rows, overriding_state: OverridingState, arrived: Sequence[torch.Tensor]) -> Pairs:
+        parameter, entries = self._parameter(rows, arrived)
         lent: defaultdict[Any, State] = defaultdict(dict, {parameter: entries} if entries else {})
         with overriding_state(lent), self._split.with_params([(self._of.number, parameter)]) as step:
             self._split.result = step()
-        return self._results(cut, parameter, lent[parameter])
+        return self._results(rows, parameter, lent[parameter])
 
-    def _parameter(self, cut: Cut, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
+    def _parameter(self, rows: Rows, arrived: Sequence[torch.Tensor]) -> tuple[nn.Parameter, State]:
         """A parameter with its gradient, and its state, on the device."""
         rest = list(arrived[len(self._copied_keys) :])
-        parameter = nn.Parameter(rest.pop(0) if self._on_host else cut(self._weight))
+        parameter = nn.Parameter(rest.pop(0) if self._on_host else self._weight[rows])
         parameter.__dict__.update(self._of.tensor.__dict__)
-        gradient = rest.pop() if rest else cut(self._gradient)
+        gradient = rest.pop() if rest else self._gradient[rows]
         set_grad(parameter, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
         wide = dict(zip(self._copied_keys, arrived))
         state = {k: wide[k] if k in wide else self._copied_value(v, parameter.device) for k, v in self._before.items()}
@@ -220,7 +220,7 @@ class _Piece:
             return value.detach().to(device if self._counts_there else value.device, copy=True)
         return copy.copy(value)
 
-    def _results(self, cut: Cut, parameter: nn.Parameter, state: State) -> Pairs:
+    def _results(self, rows: Rows, parameter: nn.Parameter, state: State) -> Pairs:
         """Tensors to copy, and where in host memory. Entries that have no elements are those of the last piece."""
         pairs: Pairs = []
         for key, value in state.items():
@@ -230,11 +230,11 @@ class _Piece:
             if key not in self._state:
                 shape = torch.Size((*self._weight.shape[:1], *value.shape[1:]))
                 self._state[key] = self._home.empty(shape.numel(), value.dtype).view(shape)
-            pairs.append((value, cut(self._state[key])))
+            pairs.append((value, self._state[key][rows]))
         if self._on_host:
-            pairs.append((parameter.detach(), cut(self._weight)))
+            pairs.append((parameter.detach(), self._weight[rows]))
             if self._compute is not None:
-                pairs.append((parameter.detach().to(self._compute.dtype), cut(self._compute)))
+                pairs.append((parameter.detach().to(self._compute.dtype), self._compute[rows]))
         return pairs
 
 

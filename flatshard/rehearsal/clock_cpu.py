@@ -113,7 +113,6 @@ class CpuClock:
 
 
 def move_bytes(transfer: Transfer) -> None:
-    """Move the bytes."""
     for pair in transfer.pairs:
         # `.data` has a separate version counter: like any other backend, this one does not change autograd's.
         dst, src = (tensor.data.view(-1) for tensor in pair)
