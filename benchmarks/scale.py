@@ -654,7 +654,7 @@ class RanksClock(StepClock):
         super().__init__(speed, network, width)
         self._mesh, self._slower = mesh, slower
 
-    def _carried(self, begin: Any, launches: Sequence[PlannedCollective]) -> Any:
+    def _end_of(self, begin: Any, launches: Sequence[PlannedCollective]) -> Any:
         for launch in launches:
             level = launch.reach(self._network).level
             free = np.broadcast_to(np.maximum(begin, self._links[level]), math.prod(self._mesh)).reshape(self._mesh)
@@ -663,7 +663,7 @@ class RanksClock(StepClock):
         return begin
 
     def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
-        self._lanes[lane] = end = self._carried(np.maximum(self._lanes[lane], self.now), launches)
+        self._lanes[lane] = end = self._end_of(np.maximum(self._lanes[lane], self.now), launches)
         return end
 
     def wait(self, until: Any) -> None:

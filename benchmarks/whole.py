@@ -144,7 +144,7 @@ def owned(together: Any) -> tuple[list[tuple[int, ...]], float]:
     """The shapes that this rank owns, and their cost to the mean of all ranks."""
     stepper = together.optimizers[0].__dict__["_flatshard_stepper"]
     costs = {each.name: stepper.options.cost(each.matrix.shape) for each in stepper.matrices}
-    mine = [each for each in stepper.matrices if each.is_mine]
+    mine = [each for each in stepper.matrices if each.is_owned]
     mean = sum(costs.values()) / mine[0].owner_group.size
     return [each.matrix.shape for each in mine], sum(costs[each.name] for each in mine) / mean
 

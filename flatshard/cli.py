@@ -194,7 +194,7 @@ def _add_rehearse(parser: argparse.ArgumentParser) -> None:
 
 def _rehearse(options: argparse.Namespace) -> int:
     # torch takes seconds to import, so the arguments are checked first
-    from flatshard.rehearsal.network import changed, get_network
+    from flatshard.rehearsal.network import get_network, with_fields
 
     if options.world < 1 or not 0 <= options.rank < options.world:
         raise ValueError(f"--world {options.world} --rank {options.rank}: must be at least 1, and 0 <= rank < world")
@@ -213,8 +213,8 @@ def _rehearse(options: argparse.Namespace) -> int:
     links = {}
     for level in ("inside", "between"):
         bandwidth, latency = given(f"{level}_bandwidth", 1e9), given(f"{level}_latency", 1e-6)
-        links[level] = changed(getattr(network, level), bandwidth=bandwidth, latency=latency)
-    own = changed(network, **links, segment=given("segment_cost", 1e-6), sms=options.sms)
+        links[level] = with_fields(getattr(network, level), bandwidth=bandwidth, latency=latency)
+    own = with_fields(network, **links, segment=given("segment_cost", 1e-6), sms=options.sms)
     if own != network:
         network = replace(own, name=f"{network.name} with own numbers")
     from flatshard.rehearsal.run import ScriptFailed, ScriptRun, rehearse_script

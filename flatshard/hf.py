@@ -29,11 +29,11 @@ _WRITER = "safe_save_file"  # the name under which Hugging Face libraries import
 
 def methods_for(cls: type) -> dict[str, Callable[..., Any]]:
     """Methods by name for a subclass of ``cls`` whose instances are units."""
-    made = {"generate": _held, "save_pretrained": _saved_by_rank_0}
+    made = {"generate": _keeping_gathered, "save_pretrained": _saving_on_rank_0}
     return {name: make(getattr(cls, name)) for name, make in made.items() if callable(getattr(cls, name, None))}
 
 
-def _held(method: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_gathered(method: Callable[..., Any]) -> Callable[..., Any]:
     """`generate`, which runs forwards of the unit, and uses its encoders, heads and parameters between them.
 
     So the unit's own parameters stay gathered; units inside it are gathered and resharded in every forward.
@@ -47,7 +47,7 @@ def _held(method: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _saved_by_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
+def _saving_on_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
     """`save_pretrained`, which all ranks must call: rank 0 writes, with one bucket of full weights in memory at a time.
 
     If a ``state_dict`` is given, or Transformers has sharded the model itself, the original method is called. PEFT

@@ -102,7 +102,7 @@ def convert(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as folder:
         made = Path(folder, "made")
         try:
-            state = _renamed(State.of(_READERS[form_of(source)](source, _scratch(folder))), change)
+            state = _renamed(State.of(_READERS[form_of(source)](source, _mapped_tensors(folder))), change)
             if model_only or form == "safetensors":
                 state = replace(state, optimizer=None, rest={})
             _WRITERS[form](made, state)
@@ -127,7 +127,7 @@ def form_of(path: Path) -> Form:
     raise CheckpointError(f"{path} does not exist, or is no checkpoint in a known format ({', '.join(FORMS)})")
 
 
-def _scratch(folder: str) -> MakeTensor:
+def _mapped_tensors(folder: str) -> MakeTensor:
     """A function that makes tensors whose memory is a file in ``folder``."""
     numbers = itertools.count()
 
@@ -161,11 +161,11 @@ def _read_safetensors(path: Path, make: MakeTensor) -> dict[str, Any]:
         return {name: reader.whole(name) for name in files.tensors}
 
 
-def _listed(tree: Any) -> Any:
+def _with_lists(tree: Any) -> Any:
     """The tree with dicts whose keys are integers turned into lists: DCP flattens lists to such dicts."""
     if not isinstance(tree, dict):
         return tree
-    items = {key: _listed(value) for key, value in tree.items()}
+    items = {key: _with_lists(value) for key, value in tree.items()}
     if items and all(type(key) is int for key in items):
         return [items[number] for number in sorted(items)]
     return items
@@ -268,7 +268,7 @@ def _write_safetensors(path: Path, state: State) -> None:
 
 _READERS: dict[Form, Callable[[Path, MakeTensor], dict[str, Any]]] = {
     "flatshard": _read_own,
-    "dcp": lambda path, make: _listed(DcpFolder(path).read(make)),
+    "dcp": lambda path, make: _with_lists(DcpFolder(path).read(make)),
     "safetensors": _read_safetensors,
     "torch": _read_torch,
 }

@@ -251,7 +251,7 @@ def _index(path: Path) -> dict[str, str]:
     """The file of each tensor, from the index."""
     with reading(path, "an index of safetensors files"):
         with open_file(path) as file:
-            homes = json.loads(file.read(), object_pairs_hook=_once)["weight_map"]
+            homes = json.loads(file.read(), object_pairs_hook=_without_duplicates)["weight_map"]
         for name in set(homes.values()):
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
                 raise CheckpointError(f"{path} names {name!r}, which is not a file in this folder")
@@ -282,7 +282,7 @@ def _tensors_of(files: TensorFiles, name: str) -> dict[str, TensorEntry]:
             if len(start) < 8 or length > min(size - 8, HEADER_LIMIT):
                 raise ValueError("it is too short")
             text = file.read(length)
-        described = json.loads(text, object_pairs_hook=_once)
+        described = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = described.pop("__metadata__", {})
         ordered = dict(sorted(described.items(), key=lambda item: item[1]["data_offsets"]))
         entries = entries_in(path, ordered, 8 + length, 8 + length, size)
@@ -300,7 +300,7 @@ def _tensors_of(files: TensorFiles, name: str) -> dict[str, TensorEntry]:
         return entries
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object as a dict; ValueError for duplicate keys, of which each reader may take another one."""
     made = dict(pairs)
     if len(made) != len(pairs):

@@ -24,7 +24,7 @@ from flatshard.checkpoint.stored_names import renaming
 from flatshard.optim.flat_params import PER_PARAMETER
 from flatshard.optim.step import owner_of_entries, state_devices
 
-_SHOWN = 8  # problems that one error lists
+_LISTED = 8  # problems that one error lists
 
 
 def load(
@@ -112,9 +112,9 @@ def stage_model(reader: Reader, model: nn.Module, strict: bool) -> dict[str, Any
     if strict:
         problems += [f"'{name}' is not in the model" for name in saved if name not in wanted]
     if problems:
-        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        more = f", and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
         advice = " (strict=False ignores missing names)" if any("' is not in the " in each for each in problems) else ""
-        raise CheckpointError(f"{source.folder} does not fit the model: {'; '.join(problems[:_SHOWN])}{more}{advice}")
+        raise CheckpointError(f"{source.folder} does not fit the model: {'; '.join(problems[:_LISTED])}{more}{advice}")
     return weights
 
 

@@ -193,13 +193,13 @@ class Manifest(TensorFiles):
         self.digest: str = digest
         self.opened: dict[str, RankFile] = {}
         try:
-            self._take_over(body)
+            self._read_body(body)
         except (ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CheckpointError(f"{path} is inconsistent: {error}") from error
         except KeyError as error:
             raise CheckpointError(f"{path} is inconsistent: {error} is missing") from error
 
-    def _take_over(self, body: dict[str, Any]) -> None:
+    def _read_body(self, body: dict[str, Any]) -> None:
         """Check the manifest for consistency and keep its contents."""
         self.saved = contents.number(body["saved"], "saved", 2**63)
         self.world = len(body["files"])

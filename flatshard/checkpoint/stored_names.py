@@ -30,11 +30,11 @@ _EXPERT = "{expert}"
 
 def renaming(saved: Collection[str], wanted: Collection[str]) -> Callable[[str], str]:
     """A function from saved names to names of the model: it replaces the prefix that wrappers added to all names."""
-    saved_prefix, prefix = _wrapped(saved), _wrapped(wanted)
+    saved_prefix, prefix = _module_prefix(saved), _module_prefix(wanted)
     return lambda name: prefix + name[len(saved_prefix) :] if name.startswith(saved_prefix) else name
 
 
-def _wrapped(names: Collection[str]) -> str:
+def _module_prefix(names: Collection[str]) -> str:
     """The repetitions of ``module.`` that all names begin with."""
     prefix = ""
     while names and all(name.startswith(f"{prefix}module.") for name in names):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from flatshard import _arguments
 from flatshard.api import default_mesh
 from flatshard.megatron.distributed_data_parallel_config import DistributedDataParallelConfig
-from flatshard.megatron.megatron_fsdp import ASKED, MegatronFSDP
+from flatshard.megatron.megatron_fsdp import ALSO_IN_CONFIG, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
@@ -82,7 +82,7 @@ def fully_shard_model(
     given.update({new: given[name] for name, new in _RENAMED.items()}, hsdp_outer_dp_shard=outer == "optim")
     index = FSDPDistributedIndex(**_taken_by(FSDPDistributedIndex, given))
     config = DistributedDataParallelConfig(**_taken_by(DistributedDataParallelConfig, given))
-    others = {name: value for name, value in _taken_by(MegatronFSDP, given).items() if name not in ASKED}
+    others = {name: value for name, value in _taken_by(MegatronFSDP, given).items() if name not in ALSO_IN_CONFIG}
     model = MegatronFSDP(dist_index=index, ddp_config=config, **others)
     if preproc_state_dict_for_dcp_ckpt and inner != "no_shard":
         model.register_state_dict_post_hook(_without_extra_state)  # type: ignore[no-untyped-call]
@@ -202,14 +202,14 @@ def fully_shard(module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: A
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    given = _FURTHER.bind(module, *args, **kwargs).arguments
+    given = _SIGNATURE.bind(module, *args, **kwargs).arguments
     model = fully_shard_model(module, *args, **kwargs)
     replace_parameters(optimizer)
     return model, fully_shard_optimizer(optimizer, given.get("preproc_state_dict_for_dcp_ckpt", True))
 
 
-_FURTHER = inspect.signature(fully_shard_model)
-_first, *_rest = _FURTHER.parameters.values()
+_SIGNATURE = inspect.signature(fully_shard_model)
+_first, *_rest = _SIGNATURE.parameters.values()
 fully_shard.__signature__ = inspect.signature(fully_shard).replace(  # type: ignore[attr-defined]
     parameters=[_first, inspect.signature(fully_shard).parameters["optimizer"], *_rest]
 )

@@ -70,7 +70,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The sharded main weights, for torch.distributed.checkpoint, with the names that `Names` describes."""
         state, names = self.module.module.state_dict(*args, **kwargs), Names(self)
-        return {prefix + names.outward.get(name, name): names.alone(name, value) for name, value in state.items()}
+        return {prefix + names.in_checkpoint.get(key, key): names.own_expert(key, x) for key, x in state.items()}
 
     state_dict_for_save_checkpoint = state_dict
 
@@ -81,8 +81,8 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load what `state_dict` returned. Entries ``*_extra_state`` may be missing, even if ``strict``."""
         names = Names(self)
-        inward = {outward: name for name, outward in names.outward.items()}
-        own = {(name := inward.get(key, key)): names.together(name, value) for key, value in state_dict.items()}
+        inward = {outward: name for name, outward in names.in_checkpoint.items()}
+        own = {(name := inward.get(key, key)): names.all_experts(name, value) for key, value in state_dict.items()}
         loaded = self.module.module.load_state_dict(own, strict=False, assign=assign)
         missing = [name for name in loaded.missing_keys if not name.endswith("_extra_state")]
         if strict and (missing or loaded.unexpected_keys):
@@ -171,7 +171,7 @@ class DistributedOptimizer:
         entries = {}
         for number, entry in state["state"].items():
             key, name, names = named[number]
-            entries[key] = {what: names.alone(name, value) for what, value in entry.items()}
+            entries[key] = {what: names.own_expert(name, value) for what, value in entry.items()}
         # Without the numbers of parameters: ranks have different experts in their groups.
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         return {"state": entries, "param_groups": groups}
@@ -185,7 +185,7 @@ class DistributedOptimizer:
             state = {}
             for number, (key, name, names) in enumerate(self._named()):
                 if key in state_dict["state"]:
-                    state[number] = {w: names.together(name, v) for w, v in state_dict["state"][key].items()}
+                    state[number] = {w: names.all_experts(name, v) for w, v in state_dict["state"][key].items()}
             groups = [{**group, "params": current["params"]} for group, current in zip(saved, own)]
             state_dict = {"state": state, "param_groups": groups}
         self.optimizer.load_state_dict(state_dict)
@@ -196,7 +196,7 @@ class DistributedOptimizer:
         for number, chunk in enumerate(self.model_chunks):
             names, prefix = Names(chunk), f"{number}." if self.model_chunks[1:] else ""
             for name, parameter in names.parameters.items():
-                known[id(parameter)] = prefix + names.outward[name], name, names
+                known[id(parameter)] = prefix + names.in_checkpoint[name], name, names
         return [known[id(parameter)] for parameter in self.get_parameters()]
 
 
@@ -217,21 +217,21 @@ class Names:
         self._index = index = wrapper.dist_index
         self.parameters = dict(wrapper.module.named_parameters())
         self._numbered: set[str] = set()  # names of experts with a number
-        self.outward: dict[str, str] = {}  # the names in checkpoints
+        self.in_checkpoint: dict[str, str] = {}  # the names in checkpoints
         for name, parameter in self.parameters.items():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             axes = () if mesh is None else mesh.mesh_dim_names or ()
-            self.outward[name] = name
+            self.in_checkpoint[name] = name
             if mesh is not None and is_expert(parameter) and index.ep_dim in axes:
                 numbered = _numbered(wrapper.module, name, mesh.get_local_rank(index.ep_dim))
                 if numbered is not None:
                     self._numbered.add(name)
-                    self.outward[name] = numbered
+                    self.in_checkpoint[name] = numbered
             stride = getattr(parameter, "partition_stride", 1)
             if mesh is not None and stride > 1 and index.tp_dim in axes:
-                self.outward[name] += f".stride_{stride}_of_{mesh.size(axes.index(index.tp_dim))}"
+                self.in_checkpoint[name] += f".stride_{stride}_of_{mesh.size(axes.index(index.tp_dim))}"
 
-    def alone(self, name: str, value: Any) -> Any:
+    def own_expert(self, name: str, value: Any) -> Any:
         """The part of this rank's expert in ``value``, a tensor of the shape of parameter ``name``."""
         known = name in self._numbered and isinstance(value, DTensor)
         if not known or value.shape != self.parameters[name].shape:
@@ -242,13 +242,13 @@ class Names:
         others = mesh if names == mesh.mesh_dim_names else self._index.get_submesh(names, is_expert_parallel=True)
         return without_axis(value, axis, others)
 
-    def together(self, name: str, value: Any) -> Any:
-        """The inverse of `alone`, for a tensor that is sharded as `alone` returns it, or a plain full one."""
+    def all_experts(self, name: str, value: Any) -> Any:
+        """The inverse of `own_expert`, for a tensor that is sharded as `own_expert` returns it, or a plain full one."""
         if name not in self._numbered or not isinstance(value, torch.Tensor) or not value.dim():
             return value
         parameter = self.parameters[name]
         if not isinstance(value, DTensor):
-            return _torch.like_dtensor(parameter, _torch.part_of(value, self.alone(name, parameter)))
+            return _torch.like_dtensor(parameter, _torch.part_of(value, self.own_expert(name, parameter)))
         return _torch.like_dtensor(parameter, _torch.local_of(value))
 
 

@@ -29,7 +29,7 @@ from flatshard.module import FSDPModule
 from flatshard.optim.clip import find_nonfinite
 
 # Arguments that are also fields of ``ddp_config``.
-ASKED = (
+ALSO_IN_CONFIG = (
     "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
     "disable_symmetric_registration",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def _of_root(method: str, doc: str, **choices: Any) -> Callable[..., None]:
 
 
 @contextmanager
-def _during(change: Callable[[Any], None], now: Any, then: Any) -> Iterator[None]:
+def _temporarily(change: Callable[[Any], None], now: Any, then: Any) -> Iterator[None]:
     change(now)
     try:
         yield
@@ -77,7 +77,7 @@ class MegatronFSDP(nn.Module):
         report_nan_in_param_grad: bool = False, *, layout: Any = "tensor",
     ) -> None:  # fmt: skip
         given = locals()
-        flags: dict[str, Any] = {name: given[name] for name in ASKED}
+        flags: dict[str, Any] = {name: given[name] for name in ALSO_IN_CONFIG}
         super().__init__()
         if ddp_config is None:
             flags.update(overlap_grad_reduce=True, overlap_param_gather=True)
@@ -191,11 +191,11 @@ class MegatronFSDP(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For backwards of micro-batches that are not the last. No effect with ``sync_model_each_microbatch``."""
-        return _during(functools.partial(setattr, self, "is_last_microbatch"), False, True)
+        return _temporarily(functools.partial(setattr, self, "is_last_microbatch"), False, True)
 
     def sync(self) -> AbstractContextManager[None]:
         """Within it, gradients are complete after every backward."""
-        return _during(self.set_model_auto_sync, True, False)
+        return _temporarily(self.set_model_auto_sync, True, False)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Set whether gradients are complete after every backward, in spite of `no_sync`."""
@@ -311,7 +311,7 @@ class MegatronFSDP(nn.Module):
             mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-                    utils.take_first(lane, mesh, axis, parameter.to_local().detach())
+                    utils.broadcast_from_first(lane, mesh, axis, parameter.to_local().detach())
         self._root.refresh_weights()
 
     def _replace_param_with_raw_if_needed(self) -> None:
@@ -331,7 +331,7 @@ class MegatronFSDP(nn.Module):
 
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> AbstractContextManager[None]:
         """Within it, `reset_mixed_precision_policy` is in effect."""
-        return _during(self.reset_mixed_precision_policy, mixed_precision_policy, self.mp_policy)
+        return _temporarily(self.reset_mixed_precision_policy, mixed_precision_policy, self.mp_policy)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Use the ``grad_comm_dtype`` of another policy from now on. Main weights and gradients keep their dtypes."""

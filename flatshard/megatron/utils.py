@@ -286,7 +286,7 @@ def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool =
         unit.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def take_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> None:
+def broadcast_from_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> None:
     """Broadcast ``local`` from the first rank of an axis. All ranks of the axis call it."""
     if mesh.get_local_rank(axis):
         local.zero_()
@@ -296,7 +296,7 @@ def take_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> 
 # Logs and checks of a sharded model
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside a `MegatronFSDP`, without the prefix of names that the wrapper adds."""
     wrapper = find_megatron_fsdp(model)
     return model if wrapper is None else wrapper.get_submodule("module")
@@ -304,7 +304,7 @@ def _inside(model: nn.Module) -> nn.Module:
 
 def compute_per_param_norms(module: nn.Module) -> dict[str, dict[str, float]]:
     """The ``param_norm`` and ``grad_norm`` of full parameters, by name. All ranks call it."""
-    weights, gradients = weight_norms(_inside(module)), grad_norms(_inside(module))
+    weights, gradients = weight_norms(_unwrapped(module)), grad_norms(_unwrapped(module))
     return {name: {"param_norm": norm, "grad_norm": gradients.get(name, 0.0)} for name, norm in weights.items()}
 
 
@@ -318,13 +318,13 @@ def log_per_param_norms(module: nn.Module, iteration: int | None = None, prefix:
 
 def log_parameter_groups(module: nn.Module) -> None:
     """Log the table of units and parameter groups on the first rank."""
-    log_single_rank(_log, logging.INFO, "parameter groups:\n%s", summary(_inside(module)))
+    log_single_rank(_log, logging.INFO, "parameter groups:\n%s", summary(_unwrapped(module)))
 
 
 def check_all_fsdp_buffers(module: nn.Module) -> bool:
     """Whether all parameters are at the offsets of their layout and do not overlap. Errors are logged."""
     try:
-        check_buffers(_inside(module))
+        check_buffers(_unwrapped(module))
     except AssertionError as error:
         _log.error("%s", error)
         return False

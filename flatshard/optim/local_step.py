@@ -284,7 +284,7 @@ class LocalStep:
     def _prepare(self, optimizer: Optimizer) -> None:
         """Create flat parameters, and fill their state from the public one."""
         state, groups = self.public_state(optimizer), optimizer.param_groups
-        _cut_as_parameters(groups, state)
+        _reshard_state(groups, state)
         refuse_replaced(optimizer)
         self._flat_params, self._without_grad, self._unsharded = make_flat_params(groups, state, self.flat)
         self._generation, self._ids = generation(), _ids(optimizer)
@@ -384,7 +384,7 @@ def stepped_early_by_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, Pa
     return found
 
 
-def _cut_as_parameters(groups: Sequence[dict[str, Any]], state: Any) -> None:
+def _reshard_state(groups: Sequence[dict[str, Any]], state: Any) -> None:
     """Shard state again that was loaded in another form, such as torch's full state dicts.
 
     In the order of the parameters: the order of flat parameters differs between ranks, and gathering is collective.

@@ -43,7 +43,7 @@ class MatrixParam:
         self.tensor.__dict__.update(marks, matrix_name=self.name)
 
     @property
-    def is_mine(self) -> bool:
+    def is_owned(self) -> bool:
         return self.owner == self.owner_group.rank
 
     @property
@@ -89,7 +89,7 @@ class Bucket:
 
     def __init__(self, matrices: Sequence[MatrixParam], lane: Lane, name: str) -> None:
         self.matrices, self.lane = matrices, lane
-        self.mine = {number: each for number, each in enumerate(matrices) if each.is_mine}
+        self.mine = {number: each for number, each in enumerate(matrices) if each.is_owned}
         self._weights: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
         owner_group = matrices[0].owner_group

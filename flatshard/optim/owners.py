@@ -69,7 +69,7 @@ class OwnerGroup:
         boxes = tuple(_box_at(parameter, coordinate) for coordinate in self.coordinates)
         return Holders(boxes, tuple(numbers[copy] for copy in copies))
 
-    def messages(self, lane: Lane, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, lane: Lane, message: bytes) -> list[bytes]:
         """The messages of all its ranks. All of them call it."""
         if self.size == 1:
             return [message]
@@ -140,7 +140,7 @@ def state_on_all_ranks(
 
     own = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in owned.items()}
     everything: dict[int, Any] = {}
-    for message in owner_group.messages(lane, pickle.dumps(own)):
+    for message in owner_group.all_gather_bytes(lane, pickle.dumps(own)):
         everything.update(pickle.loads(message))
 
     def show(owner: int, value: torch.Tensor | _Leaf) -> torch.Tensor:

@@ -129,7 +129,7 @@ class WholeStep:
         initial = optimizer.__dict__["state"]
         for each in self.matrices:
             state = initial.pop(each.tensor, None)  # some optimizers make it at once
-            if state is not None and each.is_mine:
+            if state is not None and each.is_owned:
                 self.state[each.tensor] = state
 
     def _owner_group_of(self, parameter: nn.Parameter) -> OwnerGroup:
@@ -147,7 +147,7 @@ class WholeStep:
         """Collect all parameters of the optimizer, and their buckets."""
         listed = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         if listed != self._listed:
-            self._list(listed)
+            self._follow_parameters(listed)
         if new := [parameter for parameter in listed if parameter not in self._known]:
             names = self._names(optimizer)
             named = [(names[p], p, listed[p]) for p in new if self.options.wants(names[p], p)]
@@ -159,7 +159,7 @@ class WholeStep:
             self.buckets = [bucket for batch in self.batches for bucket in self._buckets(batch)]
             self._generation = generation()
 
-    def _list(self, listed: dict[torch.Tensor, int]) -> None:
+    def _follow_parameters(self, listed: dict[torch.Tensor, int]) -> None:
         """Move matrices to the groups that list their parameters now; those that are in no group are not stepped."""
         for each in self.matrices:
             before, now = self._listed.get(each.parameter), listed.get(each.parameter)
@@ -224,7 +224,7 @@ class WholeStep:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(CAPTURED)
         self.plan(optimizer)
-        self._take_changes(optimizer)
+        self._apply_user_changes(optimizer)
         is_new = self._compared < len(self.batches)
         if is_new:
             self._compare(optimizer, after=False)
@@ -286,7 +286,7 @@ class WholeStep:
             self._shown = defaultdict(dict, {**self.local.public_state(optimizer), **whole})
         return self._shown
 
-    def _take_changes(self, optimizer: Optimizer) -> None:
+    def _apply_user_changes(self, optimizer: Optimizer) -> None:
         """Apply changes that users have made to the public state: entries set or removed."""
         shown, self._shown = self._shown, None
         if shown is None:
@@ -296,7 +296,7 @@ class WholeStep:
             del outer[key]
         outer.update({key: value for key, value in shown.items() if key not in self.parts})
         for each in self.matrices:
-            entries = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_mine else {}
+            entries = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_owned else {}
             if entries:
                 self.state[each.tensor] = entries
             else:
@@ -305,7 +305,7 @@ class WholeStep:
     def saved_state(self, optimizer: Optimizer) -> dict[Any, State]:
         """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
         self.plan(optimizer)
-        self._take_changes(optimizer)
+        self._apply_user_changes(optimizer)
         outer = {key: value for key, value in self.public_state(optimizer).items() if key not in self.parts}
         state_of: dict[torch.Tensor, State] = {}  # by the tensors of matrices
         for owner_group, members in _by_owner_group(self.matrices):
@@ -376,7 +376,7 @@ class WholeStep:
     def owned(self, parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool]:
         """Whether this rank has each of these entries of the state of a whole parameter."""
         self.check(parameter, keys)
-        labels = tuple(each.matrix.label for each in self.parts[parameter] if each.is_mine)
+        labels = tuple(each.matrix.label for each in self.parts[parameter] if each.is_owned)
         return {key: str(key).endswith(labels) for key in keys}
 
 

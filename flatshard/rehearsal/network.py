@@ -229,9 +229,9 @@ def get_network(
         if network not in PRESETS:
             raise ValueError(f"network={network!r}: must be one of {', '.join(PRESETS)}")
         network = PRESETS[network]
-    return changed(network, ranks_per_node=ranks_per_node, ranks_per_pod=ranks_per_pod, algorithm=algorithm)
+    return with_fields(network, ranks_per_node=ranks_per_node, ranks_per_pod=ranks_per_pod, algorithm=algorithm)
 
 
-def changed(known: Part, **numbers: Any) -> Part:
+def with_fields(known: Part, **numbers: Any) -> Part:
     """A copy of a network or a link, with the fields replaced that are not None."""
     return replace(known, **{name: number for name, number in numbers.items() if number is not None})

@@ -158,7 +158,7 @@ class DryRun:
         passes = min(microbatches, 3)
         for number in range(passes):
             self.is_last = number == passes - 1
-            began = clock.marks
+            began = clock.totals
             self._pass(number == 0, self.is_last)
             if number == 1:
                 clock.repeat(microbatches - passes, began)

@@ -115,7 +115,7 @@ class GroupBytes:
         self.wire = precision.compute_of(first.dtype)
         grad = precision.grad_of(main, self.wire)
         self.reduce = precision.reduce_of(self.wire, grad)
-        self.formats = Formats.of(self.layout, self._marks, precision, setup.mesh, self.placements.optimizer)
+        self.formats = Formats.of(self.layout, self._encoded_tensors, precision, setup.mesh, self.placements.optimizer)
         encoded = self.formats.gather is not None
         self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
 
@@ -168,10 +168,10 @@ class GroupBytes:
         if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
             layout = "tensor"  # `fully_shard` does the same with this version of torch
         dims = None if layout == "flat" else [least_padded_dim(shape, shards) for shape in shapes]
-        return plan(shapes, shards, layout=layout, dims=dims, apart=self._marks)
+        return plan(shapes, shards, layout=layout, dims=dims, apart=self._encoded_tensors)
 
     @property
-    def _marks(self) -> list[bool]:
+    def _encoded_tensors(self) -> list[bool]:
         return [self.setup.precision.has_formats and tensor.encoded for tensor in self.tensors]
 
     @property
@@ -219,9 +219,9 @@ class GroupBytes:
     def reduces(self, is_last: bool | None = None) -> list[PlannedCollective]:
         """The reduces of all micro-batches or, with ``is_last``, of one: the last one, or another."""
         if is_last is not None:
-            return _real(self._reduces(is_last))
+            return _with_traffic(self._reduces(is_last))
         earlier = self.setup.microbatches - 1
-        return _real([*self._reduces(True), *(replace(x, times=earlier) for x in self._reduces(False))])
+        return _with_traffic([*self._reduces(True), *(replace(x, times=earlier) for x in self._reduces(False))])
 
     def encoding(self, is_last: bool) -> int:
         """Bytes that one reduce reads and writes to encode and decode gradients."""
@@ -245,7 +245,7 @@ class GroupBytes:
                 current[axis] = placement
                 size = piece * self._pieces(current)
                 launches.append(self._collective("all_gather", axis, size, times, segments, reduces=False))
-        return _real(launches)
+        return _with_traffic(launches)
 
     def _reduces(self, is_last: bool) -> list[PlannedCollective]:
         """The reduces of the last micro-batch, or of one before, after which axes may rest unreduced."""
@@ -284,7 +284,7 @@ class GroupBytes:
         return PlannedCollective(kind, axis, self.setup.mesh[axis], size, segments, times, reduces, stride)
 
 
-def _real(launches: list[PlannedCollective]) -> list[PlannedCollective]:
+def _with_traffic(launches: list[PlannedCollective]) -> list[PlannedCollective]:
     return [launch for launch in launches if launch.times and launch.among > 1]
 
 

@@ -102,7 +102,7 @@ def model_of(
     ``experts_per_token``: the number of experts that each token is sent to; None: all.
     """
     made = unit_modules(model, units)
-    stacks = _stacks(model)
+    stacks = _expert_modules(model)
     number = {module: index for index, modules in enumerate(made) for module in modules}
     names = {module: name for name, module in model.named_modules()}
     known: set[nn.Parameter] = set()
@@ -141,18 +141,18 @@ def model_of(
         embedding = all(type(module) is nn.Embedding for module in modules)
         block = modules[0] is not model and not isinstance(modules[0], (nn.Embedding, nn.Linear))
         shapes.append(UnitShape(names[modules[0]] or "(root)", tuple(shapes_of.values()), embedding, block))
-    (root,) = _calls(model, number, set())
-    return ModelShape(tuple(shapes), root, tuple(dict.fromkeys(_path(type(module)) for module in stacks)))
+    (root,) = _module_calls(model, number, set())
+    return ModelShape(tuple(shapes), root, tuple(dict.fromkeys(_import_path(type(module)) for module in stacks)))
 
 
-def _path(kind: type) -> str:
+def _import_path(kind: type) -> str:
     return "your_model.Experts" if kind is _Experts else f"{kind.__module__}.{kind.__qualname__}"
 
 
 _QUERIES = {"q", "q_proj", "wq", "query"}  # usual names of query projections
 
 
-def _stacks(model: nn.Module) -> dict[nn.Module, None]:
+def _expert_modules(model: nn.Module) -> dict[nn.Module, None]:
     """The modules that hold only stacked experts, in order."""
 
     def is_stack(module: nn.Module) -> bool:
@@ -164,11 +164,11 @@ def _stacks(model: nn.Module) -> dict[nn.Module, None]:
     return dict.fromkeys(module for module in model.modules() if is_stack(module))
 
 
-def _calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[ModuleCall, ...]:
+def _module_calls(module: nn.Module, number: Mapping[nn.Module, int], seen: set[nn.Module]) -> tuple[ModuleCall, ...]:
     if module in seen:
         return ()
     seen.add(module)
-    inner = tuple(call for child in module.children() for call in _calls(child, number, seen))
+    inner = tuple(call for child in module.children() for call in _module_calls(child, number, seen))
     return (ModuleCall(number[module], inner, type(module) is nn.Embedding),) if module in number else inner
 
 
@@ -198,7 +198,7 @@ def load_model(
     check_source(source)
     config = _config(source)
     if config is None:
-        return model_of(_imported(source), units, experts_per_token)
+        return model_of(_import_model(source), units, experts_per_token)
     if config.get("model_type") in _TYPES:
         return model_of(skeleton(config), units, config.get("num_experts_per_tok"))
     model = _from_transformers(source, config)
@@ -209,7 +209,7 @@ def load_model(
 def load_runnable(source: str) -> tuple[nn.Module, list[nn.Module]]:
     """The model as a module that runs on the meta device, and its blocks."""
     config = _config(source)
-    model = _imported(source) if config is None else _from_transformers(source, config)
+    model = _import_model(source) if config is None else _from_transformers(source, config)
     blocks = {module for modules in unit_modules(model, "auto") for module in modules if module is not model}
     outside = (nn.Embedding, nn.Linear)
     return model, [module for module in model.modules() if module in blocks and not isinstance(module, outside)]
@@ -261,7 +261,7 @@ def _from_transformers(source: str, config: Mapping[str, Any]) -> nn.Module:
         ) from error
 
 
-def _imported(source: str) -> nn.Module:
+def _import_model(source: str) -> nn.Module:
     if "" not in sys.path:
         sys.path.insert(0, "")  # allows modules in the current folder, as `python -m` does
     try:
@@ -291,19 +291,19 @@ def skeleton(config: Mapping[str, Any]) -> nn.Module:
     """A module with the parameters of a configuration of one of `_TYPES`, on the meta device. It cannot be run."""
     kind = config["model_type"]
     width, ffn, layers, heads, vocab = (
-        _count(config, name)
+        _positive_int(config, name)
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     )
-    kv_heads = _count(config, "num_key_value_heads", heads)
+    kv_heads = _positive_int(config, "num_key_value_heads", heads)
     if config.get("head_dim") is None and width % heads:
         raise ValueError(f"hidden_size {width}: must be a multiple of num_attention_heads, {heads}")
-    head_dim = _count(config, "head_dim", width // heads)
+    head_dim = _positive_int(config, "head_dim", width // heads)
     biases = [bool(config.get(given, False)) if isinstance(given, str) else given for given in _TYPES[kind]]
     mlp_bias = bool(config.get("mlp_bias", False))
     query, key = (width, heads * head_dim, biases[0]), (width, kv_heads * head_dim, biases[0])
     projections = {"q": query, "k": key, "v": key, "o": (heads * head_dim, width, biases[1])}
     dense = {"gate": (width, ffn, mlp_bias), "up": (width, ffn, mlp_bias), "down": (ffn, width, mlp_bias)}
-    step, without = _count(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step, without = _positive_int(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     with torch.device("meta"):
         blocks = nn.ModuleList()
         for number in range(layers):
@@ -326,14 +326,14 @@ def _linears(shapes: Mapping[str, tuple[int, int, bool]]) -> nn.ModuleDict:
 
 
 def _mixture(config: Mapping[str, Any], width: int) -> nn.Module:
-    experts = _count(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
-    ffn = _count(config, _MIXTURES[config["model_type"]])
-    _count(config, "num_experts_per_tok")  # `load_model` reads it
+    experts = _positive_int(config, "num_local_experts" if config.get("num_experts") is None else "num_experts")
+    ffn = _positive_int(config, _MIXTURES[config["model_type"]])
+    _positive_int(config, "num_experts_per_tok")  # `load_model` reads it
     router = nn.Linear(width, experts, bias=False)
     return nn.ModuleDict({"router": router, "experts": _Experts(width, ffn, experts)})
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -42,21 +42,22 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
     """Compare all strategies that are possible on this number of devices."""
     rows = tuple(
         _row(kind, ep, model, machine, training)
-        for ep in _parts(model, machine, training)
+        for ep in _expert_parallel_sizes(model, machine, training)
         for kind in _STRATEGIES
-        if (kind.outer is None or _outer(kind, machine) > 1) and _can_part(ep, kind, machine)
+        if (kind.outer is None or _outer_size(kind, machine) > 1) and _allows_expert_parallel(ep, kind, machine)
     )
     fitting = [row for row in rows if row.fits]
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
         needed = f"{gigabytes(least.peak)}; {gigabytes(machine.usable)} are usable"
-        why = f"Nothing fits: {least.name} needs the least memory, {needed}. {_instead(model, machine, training, rows)}"
+        remedy = _what_to_try(model, machine, training, rows)
+        why = f"Nothing fits: {least.name} needs the least memory, {needed}. {remedy}"
         return StrategyPlan(model, machine, training, rows, None, why)
     best = min(fitting, key=lambda row: row.cost)
     why = f"{best.name}: {gigabytes(machine.memory - best.peak)} of each device are left, and "
     if best.offload:
         why += f"{gigabytes(best.memory.host)} of host memory are used per rank. Without offload nothing fits. "
-        why += _instead(model, machine, training, [row for row in rows if not row.offload])
+        why += _what_to_try(model, machine, training, [row for row in rows if not row.offload])
     elif all(row.offload or row is best for row in fitting):
         why += "no other strategy fits on the device."
     else:
@@ -75,7 +76,7 @@ def compare_strategies(model: ModelShape, machine: Machine, training: Training) 
         if faster:
             name = min(faster, key=lambda row: row.cost).name
             why += f" With --recompute, {name} also fits, and is likely to be faster."
-    plan = StrategyPlan(model, machine, training, rows, best.name, why, _formats(model, machine, training, best))
+    plan = StrategyPlan(model, machine, training, rows, best.name, why, _about_formats(model, machine, training, best))
     if plan.offload_bytes:
         size = gigabytes(plan.offload_bytes)
         why += f" It is enough to offload {size} of main weights, with their gradients and state."
@@ -95,7 +96,7 @@ def _is_faster(row: StrategyRow, best: StrategyRow) -> bool:
     return row.step.total * 4 / 3 < 0.97 * best.step.total  # recompute adds a third to compute
 
 
-def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]:
+def _expert_parallel_sizes(model: ModelShape, machine: Machine, training: Training) -> list[int]:
     """Sizes of expert parallelism to try: 1, and the largest that divides a node, the devices and the experts."""
     counts = model.expert_counts
     if not counts:
@@ -119,13 +120,13 @@ def _parts(model: ModelShape, machine: Machine, training: Training) -> list[int]
     return sorted({1, max(parts for parts in range(1, inside + 1) if divides(parts) and inside % parts == 0)})
 
 
-def _can_part(ep: int, kind: _Kind, machine: Machine) -> bool:
+def _allows_expert_parallel(ep: int, kind: _Kind, machine: Machine) -> bool:
     """Whether expert parallelism is possible: with one axis, or if it divides the inner axis; not with HFSDP."""
     outer = kind.outer
-    return ep == 1 or outer is None or (outer != "optim" and machine.devices // _outer(kind, machine) % ep == 0)
+    return ep == 1 or outer is None or (outer != "optim" and machine.devices // _outer_size(kind, machine) % ep == 0)
 
 
-def _formats(model: ModelShape, machine: Machine, training: Training, best: StrategyRow) -> str:
+def _about_formats(model: ModelShape, machine: Machine, training: Training, best: StrategyRow) -> str:
     """A sentence about what encoded collectives save: those that were chosen, compared with none; or if none were
     chosen, the best choice of int8 (for all collectives or, with two axes, for the slower outer axis only)."""
     precision, has = training.precision, training.precision.has_formats
@@ -177,7 +178,7 @@ def picture(model: ModelShape, machine: Machine, training: Training) -> str:
     return "\n".join(lines)
 
 
-def _outer(kind: _Kind, machine: Machine) -> int:
+def _outer_size(kind: _Kind, machine: Machine) -> int:
     """The number of nodes, or pods, that the devices fill; 1 if one is not full."""
     network = machine.network
     if kind.pods and network.across is None:
@@ -187,7 +188,7 @@ def _outer(kind: _Kind, machine: Machine) -> int:
 
 
 def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Training) -> StrategyRow:
-    outer = _outer(kind, machine)
+    outer = _outer_size(kind, machine)
     mesh = (machine.devices,) if kind.outer is None else (outer, machine.devices // outer)
     setup = TrainingSetup(
         mesh,
@@ -211,7 +212,7 @@ def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Tr
     return StrategyRow(*kind[:4], ep, mesh, memory, sent[False], sent[True], wire, peak, peak <= machine.usable, step)
 
 
-def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
+def _what_to_try(model: ModelShape, machine: Machine, training: Training, rows: Sequence[StrategyRow]) -> str:
     """What to try if ``rows`` do not fit: recompute, more devices, or smaller units."""
     activations, recomputed = training.activations or 0.0, training.recomputed
     if recomputed is not None and recomputed < activations:
@@ -221,12 +222,12 @@ def _instead(model: ModelShape, machine: Machine, training: Training, rows: Sequ
         if best is not None and not best.offload:
             return f"{text}."
         training = replace(training, activations=recomputed, recomputed=None)
-        return f"{text}. {_instead(model, machine, training, rows)}"
+        return f"{text}. {_what_to_try(model, machine, training, rows)}"
     least, devices = math.inf, machine.devices
     while devices <= _MOST_DEVICES // 2:  # padding grows with the number of devices, so at some point more do not help
         devices *= 2
         more = replace(machine, devices=devices)
-        found = [_row(_ZERO_3, ep, model, more, training) for ep in _parts(model, more, training)]
+        found = [_row(_ZERO_3, ep, model, more, training) for ep in _expert_parallel_sizes(model, more, training)]
         row = min(found, key=lambda row: row.peak)
         if row.fits:
             return f"On {devices} devices, {row.name} takes {gigabytes(row.peak)} and fits."

@@ -52,7 +52,7 @@ class Record:
             raise ValueError(f"{losses}: is not the log of a run; make one with `flatshard train --losses FILE`")
         try:
             record = cls(str(data.get("title") or path.name), _with_root(data), lines, path.name, peak_flops)
-            record._shown(), record.trace()
+            record._page_data(), record.trace()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: is damaged, or not a recording: {type(error).__name__}: {error}") from error
         return record
@@ -113,7 +113,7 @@ class Record:
 
     def figures(self) -> list[Figure]:
         """The most important numbers of the recording."""
-        steps, known, step = len(self.data["steps"]), self._known, self.step_seconds
+        steps, known, step = len(self.data["steps"]), self._facts, self.step_seconds
         if not step:
             return []
         exposed = 100 * sum(self.waited().values()) / step
@@ -137,27 +137,27 @@ class Record:
         return figures
 
     @property
-    def _known(self) -> Mapping[str, Any]:
+    def _facts(self) -> Mapping[str, Any]:
         """The description of the rehearsal or run in the recording."""
         facts: Mapping[str, Any] = self.data.get("rehearsal") or self.data.get("run") or {}
         return facts
 
     def about(self) -> str:
         """One line about rank, network, device and version of torch."""
-        known = self._known
+        known = self._facts
         rank = f"rank {known['rank']} of {known['world']}" if "rank" in known else ""
         network = f"modelled network {known['network']}" if "network" in known else ""
         torch = f"torch {known['torch']}" if "torch" in known else ""
         return ", ".join(filter(None, (rank, network, known.get("device", ""), torch)))
 
-    def _shown(self) -> dict[str, Any]:
+    def _page_data(self) -> dict[str, Any]:
         return {
             **{part: self.data[part] for part in _PARTS},
             "title": self.title,
             "file": self.file,
             "about": self.about(),
             "figures": [(figure.name, str(figure)) for figure in self.figures()],
-            "fixed": self._known.get("memory") or {},
+            "fixed": self._facts.get("memory") or {},
             "exposed": self.exposed(),
             "little": f"{100 * _LITTLE:g}%",
             "curve": list(self.curve),
@@ -194,7 +194,7 @@ def _event(name: str, thread: int, span: Mapping[str, Any], details: dict[str, A
 def html(records: Sequence[Record]) -> str:
     """A page that shows one recording, or two side by side with their differences. It needs no other file."""
     page = resources.files("flatshard.tools").joinpath("report.html").read_text(encoding="utf-8")
-    shown = {"reports": [record._shown() for record in records], "differences": differences(records)}
+    shown = {"reports": [record._page_data() for record in records], "differences": differences(records)}
     return page.replace("@DATA@", json.dumps(shown, allow_nan=False).replace("<", "\\u003c"))
 
 

@@ -21,7 +21,7 @@ from flatshard.tools.model_shapes import ModelShape, UnitShape
 
 # Bytes of device memory that a collective reads or writes for each byte that it sends or receives: in traces of cases
 # (a) and (d) of the benchmarks, kernels lose 0.3 to 0.4 ms per GB on a device of 4.8 TB/s.
-_MOVED = 1.5
+_MEMORY_PER_WIRE_BYTE = 1.5
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class StepClock:
     """The clock of an estimate. ``now``: the time that compute has reached. ``waits``: how long it has waited."""
 
     def __init__(self, speed: Speed, network: Network, width: int) -> None:
-        self.now = self.waits = self._exchanged = self._done = 0.0
+        self.now = self.waits = self._exchanged = self._model_flops = 0.0
         self._speed, self._network, self._width = speed, network, width
         self._lanes = {"gather": 0.0, "reduce": 0.0}
         self._links: dict[Level, float] = dict.fromkeys(network.links, 0.0)
 
     def launch(self, lane: str, launches: Sequence[PlannedCollective]) -> float:
         """Launch collectives on a lane, which start after the compute so far; returns the time when they end."""
-        self._lanes[lane] = end = self._carried(max(self._lanes[lane], self.now), launches)
+        self._lanes[lane] = end = self._end_of(max(self._lanes[lane], self.now), launches)
         return end
 
-    def _carried(self, begin: float, launches: Sequence[PlannedCollective]) -> float:
+    def _end_of(self, begin: float, launches: Sequence[PlannedCollective]) -> float:
         for launch in launches:
             level = launch.reach(self._network).level
             self._links[level] = begin = max(begin, self._links[level]) + launch.seconds(self._network)
@@ -103,7 +103,7 @@ class StepClock:
         """
         again = self._speed.recompute and unit.is_block
         flops = 0.0 if unit.is_embedding else self._flops(group, position)
-        self._done += (2 if backward else 1) * flops
+        self._model_flops += (2 if backward else 1) * flops
         sent = self._tokens(group, position)
         for rounds in ((1, 2) if again else (2,)) if backward else (1,):
             self._exchange(sent)
@@ -118,7 +118,7 @@ class StepClock:
 
     def _exchange(self, sent: Sequence[PlannedCollective]) -> None:
         self._exchanged += sum(launch.seconds(self._network) for launch in sent)
-        self.wait(self._carried(self.now, sent))
+        self.wait(self._end_of(self.now, sent))
 
     def _tokens(self, group: GroupBytes, position: int) -> list[PlannedCollective]:
         first, parts = group.tensors[0], group.setup.expert_parts
@@ -132,27 +132,29 @@ class StepClock:
         for level, link in self._network.links.items():
             beside = min(seconds, self._links[level] - self.now)
             moved += beside * link.bandwidth if beside > 0 else 0.0
-        self.now += seconds + _MOVED * moved / self._speed.bandwidth
+        self.now += seconds + _MEMORY_PER_WIRE_BYTE * moved / self._speed.bandwidth
 
     def repeat(self, times: int, since: tuple[float, ...]) -> None:
-        """Repeat what has happened since `marks` were ``since``."""
-        now, waits, exchanged, done = (times * (end - begin) for end, begin in zip(self.marks, since))
+        """Repeat what has happened since `totals` were ``since``."""
+        now, waits, exchanged, done = (times * (end - begin) for end, begin in zip(self.totals, since))
         self.now += now
         self.waits += waits
         self._exchanged += exchanged
-        self._done += done
+        self._model_flops += done
         self._lanes = {name: free + now for name, free in self._lanes.items()}
         self._links = {level: free + now for level, free in self._links.items()}
 
     @property
-    def marks(self) -> tuple[float, ...]:
-        return self.now, self.waits, self._exchanged, self._done
+    def totals(self) -> tuple[float, ...]:
+        return self.now, self.waits, self._exchanged, self._model_flops
 
     def finish(self, groups: Sequence[GroupBytes], passes: int) -> Estimate:
         """Add the optimizer's step, which reads and writes its state and main weights, and reads gradients."""
         moved = sum(2 * group.main + group.main_grad + 2 * group.state for group in groups if group.trainable)
         optimizer, host = moved / self._speed.bandwidth, self._speed.host * passes
-        return Estimate(max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host, self._done)
+        return Estimate(
+            max(self.now + optimizer, host), self.waits, optimizer, self._exchanged, host, self._model_flops
+        )
 
 
 def measured_flops(model: ModelShape, tokens: float, dtype: torch.dtype | None) -> float:

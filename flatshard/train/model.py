@@ -15,7 +15,7 @@ from flatshard.train.settings import LlamaConfig
 __all__ = ["Llama", "LlamaConfig", "mean_loss"]
 
 
-def _again(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """``function(*args)``, recomputed in backward. It must not draw random numbers: their state is not restored."""
     out: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return out
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.recompute and self.training:
-            return _again(self._forward, x, cos, sin)
+            return _recomputed(self._forward, x, cos, sin)
         return self._forward(x, cos, sin)
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def mean_loss(projection: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor
     if not chunk or len(labels) <= chunk:
         return summed(rows, labels) / len(labels)
     pairs = zip(rows.split(chunk), labels.split(chunk))
-    sums: list[Tensor] = [_again(summed, *pair) for pair in pairs]
+    sums: list[Tensor] = [_recomputed(summed, *pair) for pair in pairs]
     return torch.stack(sums).sum() / len(labels)
 
 

@@ -28,7 +28,7 @@ from flatshard.train.model import NO_TARGET
 from flatshard.train.settings import FILE, Mistake, TrainSettings
 from flatshard.train.stop import Stop
 
-_LOOK = 16  # tokens of a sample between two checks whether the run is to end
+_STOP_INTERVAL = 16  # tokens of a sample between two checks whether the run is to end
 _RECORDED = (3, 5)  # first and last step that --record records
 
 
@@ -220,7 +220,7 @@ class Trainer:
         written = torch.tensor([prompt], device=self.device)
         self.model.eval()
         for number in range(settings.sample):
-            if number % _LOOK == 0:
+            if number % _STOP_INTERVAL == 0:
                 self.stopped = self.stop.agreed()
                 if self.stopped:
                     break

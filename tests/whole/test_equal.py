@@ -85,7 +85,7 @@ def _hybrid(rank: int, world: int, kinds: list[dict[str, Any]], steps: int) -> N
         for choice in ("shards", "all"):
             optimizer = compare("muon", {**how, "mesh": mesh}, {"owners": choice}, steps)
             side = optimizer.__dict__["_flatshard_stepper"]
-            owners.append(sum(each.is_mine for each in side.matrices) / len(list(side.matrices)))
+            owners.append(sum(each.is_owned for each in side.matrices) / len(list(side.matrices)))
         if "outer_strategy" not in how:  # two replicas share the work, or do it twice
             assert owners[1] < 0.6 * owners[0], owners
 
@@ -183,7 +183,7 @@ def _experts(rank: int, world: int) -> None:
     assert_equal_bits(model, reference)
     sides = [optimizer.__dict__["_flatshard_stepper"] for optimizer in optimizers]
     assert [each.name for each in sides[0].matrices] == [each.name for each in sides[1].matrices]
-    assert sum(each.is_mine for each in sides[0].matrices) <= 3  # of seven
+    assert sum(each.is_owned for each in sides[0].matrices) <= 3  # of seven
 
 
 @pytest.mark.full

@@ -67,7 +67,7 @@ class DBuffer:
         self.layout = tensor_shapes if isinstance(tensor_shapes, GlobalLayout) else GlobalLayout.build(
             tensor_shapes, mesh.size(), math.lcm(1, *blocks)
         )  # fmt: skip
-        cut = _cut(self.placements)
+        cut = _engine_placements(self.placements)
         if local is None:
             self._engine = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
         else:
@@ -100,7 +100,7 @@ class DBuffer:
         """Keep this rank's part of whole tensors that every rank has. Nothing is communicated."""
         given, placements = [tensor.to(mesh.device_type) for tensor in tensors], tuple(placements)
         layout = GlobalLayout.build([tensor.shape for tensor in given], mesh.size(), block_size)
-        made = buffer.DBuffer.distribute(given, layout.engine, mesh, _cut(placements))
+        made = buffer.DBuffer.distribute(given, layout.engine, mesh, _engine_placements(placements))
         return cls.from_local(made.local, mesh, placements, layout)
 
     local_buffer = property(lambda self: self._engine.local, doc="The memory of this rank's part.")
@@ -159,7 +159,7 @@ class DBuffer:
         wanted = tuple(new_placements)
         if wanted == self.placements and out is None:
             return self
-        cut, relabelled = _cut(wanted), list(self._engine.placements)
+        cut, relabelled = _engine_placements(wanted), list(self._engine.placements)
         for axis, new in enumerate(cut):
             if isinstance(new, layout.Partial) and isinstance(relabelled[axis], layout.Replicate):
                 if new.op != "avg":
@@ -200,13 +200,13 @@ class DBuffer:
     def _target(self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype) -> DBuffer:
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
-        wanted = _cut(placements)
+        wanted = _engine_placements(placements)
         actual = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
         if actual != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
         return out
 
 
-def _cut(placements: Iterable[Placement]) -> list[layout.Placement]:
+def _engine_placements(placements: Iterable[Placement]) -> list[layout.Placement]:
     """Placements for the engine. Every sharded axis is `Flat`: pieces of the layout are whole rows or blocks."""
     return [layout.Flat() if is_sharded(each) else each for each in map(to_engine, placements)]
