@@ -280,32 +280,30 @@ def _flat_params_of(
 ) -> list[FlatParam]:
     main = group.main
     windows = main.layout.windows(main.held.first, main.held.count)
-    # Those with the same mark can be one: number of the parameter group, buffer of the gradient, what else must be
-    # equal. Without such a buffer a parameter stays alone.
+    # Neighbours with the same mark can be one flat parameter: the number of their parameter group, the buffer of their
+    # gradients, and what else must be equal. A parameter whose gradient is in no buffer stays alone.
     marks: dict[int, tuple[int, int | None, Any]] = {}
     for index, parameter in enumerate(param.sharded for param in group.params):
         if id(parameter) in numbers:
             buffer = buffer_of(_torch.grad_of(parameter), main, index) if flat else None
             alike = index if buffer is None else _signature(state.get(parameter, {}), parameter)
             marks[index] = numbers[id(parameter)], None if buffer is None else id(buffer), alike
-    lying = sorted((i for i in range(len(windows)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
-    runs = [(mark, list(neighbours)) for mark, neighbours in itertools.groupby(lying, marks.get)]
+    ordered = sorted((i for i in range(len(windows)) if 0 not in windows[i].shape), key=lambda i: windows[i].offset)
+    runs = [(mark, list(indices)) for mark, indices in itertools.groupby(ordered, marks.get) if mark is not None]
     for index in (i for i in marks if 0 in windows[i].shape):
         # This rank holds nothing of it, but its state must have the keys that it has on other ranks.
-        with_it = next((indices for mark, indices in runs if mark == marks[index]), None)
-        if with_it is None:
+        same = next((indices for mark, indices in runs if mark == marks[index]), None)
+        if same is None:
             runs.append((marks[index], [index]))
         else:
-            with_it.append(index)
+            same.append(index)
     flat_params = []
     for mark, indices in runs:
-        if mark is None:
-            continue
         extent = None
         if mark[1] is not None:
-            there = [windows[i] for i in indices if 0 not in windows[i].shape]
-            extent = (there[0].offset, there[-1].offset + math.prod(there[-1].shape)) if there else (0, 0)
-            if len(there) == len(lying):
+            filled = [windows[i] for i in indices if 0 not in windows[i].shape]
+            extent = (filled[0].offset, filled[-1].offset + math.prod(filled[-1].shape)) if filled else (0, 0)
+            if len(filled) == len(ordered):
                 extent = (0, main.local.numel())  # padding included, so that no step has to cut the gradients
         flat_params.append(FlatParam(group, mark[0], indices, extent, flat))
     return flat_params

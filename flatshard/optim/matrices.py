@@ -95,13 +95,14 @@ class Bucket:
         owner_group = matrices[0].owner_group
         me = owner_group.rank
         packings = [Packing() for _ in range(4)]
-        to_owner, at_owner, from_owner, at_holder = packings
+        send_in, receive_in, send_out, receive_out = packings
         for rank in range(owner_group.size):
             for number, each in enumerate(matrices):
                 whole, held, copies = each.matrix.box, each.holders.boxes, each.holders.copies
+                # What this rank exchanges with `rank` if that one is the owner, and if this one is.
                 for owner, holder, inward, outward, within in (
-                    (rank, me, to_owner, at_holder, held[me]),
-                    (me, rank, at_owner, from_owner, whole),
+                    (rank, me, send_in, receive_out, held[me]),
+                    (me, rank, receive_in, send_out, whole),
                 ):
                     box = whole.intersect(held[holder]) if each.owner == owner else None
                     if box is None:
@@ -113,8 +114,8 @@ class Bucket:
                     outward.add(number, "weight", box, within, weight)
             for packing in packings:
                 packing.close()
-        self.to_owners = AllToAll(owner_group, to_owner, at_owner, f"{name} in")
-        self.from_owners = AllToAll(owner_group, from_owner, at_holder, f"{name} out")
+        self.to_owners = AllToAll(owner_group, send_in, receive_in, f"{name} in")
+        self.from_owners = AllToAll(owner_group, send_out, receive_out, f"{name} out")
 
     def send_in(self) -> None:
         """Send gradients and weights to their owners."""

@@ -133,17 +133,18 @@ def state_on_all_ranks(
 ) -> dict[int, Any]:
     """The state of all numbered matrices, from the matrices that this rank owns. All ranks of the group call it."""
 
-    def told(value: Any) -> Any:
+    def describe(value: Any) -> Any:
         if _is_shared(value):
             return value.detach().cpu()
         return _Leaf(value.dtype, tuple(value.shape), value.device.type == "cpu")
 
-    own = {number: _torch.map_leaves(torch.Tensor, told, state) for number, state in owned.items()}
-    everything: dict[int, Any] = {}
+    own = {number: _torch.map_leaves(torch.Tensor, describe, state) for number, state in owned.items()}
+    states: dict[int, Any] = {}
     for message in owner_group.all_gather_bytes(lane, pickle.dumps(own)):
-        everything.update(pickle.loads(message))
+        states.update(pickle.loads(message))
+    states.update(owned)
 
-    def show(owner: int, value: torch.Tensor | _Leaf) -> torch.Tensor:
+    def as_dtensor(owner: int, value: torch.Tensor | _Leaf) -> torch.Tensor:
         if isinstance(value, _Leaf):
             device = torch.device("cpu") if value.on_host else owner_group.device
             local = torch.empty((0, *value.shape[1:]), dtype=value.dtype, device=device)
@@ -153,10 +154,8 @@ def state_on_all_ranks(
             local = value
         return owner_dtensor(owner_group, owner, torch.Size(value.shape), local)
 
-    for number, state in everything.items():
-        known = owned.get(number, state)
-        everything[number] = _torch.map_leaves((torch.Tensor, _Leaf), functools.partial(show, owners[number]), known)
-    return everything
+    kinds = (torch.Tensor, _Leaf)
+    return {n: _torch.map_leaves(kinds, functools.partial(as_dtensor, owners[n]), state) for n, state in states.items()}
 
 
 def state_of_owner(owner_group: OwnerGroup, owner: int, state: Any) -> Any:
