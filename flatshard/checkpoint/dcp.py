@@ -77,8 +77,8 @@ class DcpFolder:
         try:
             with open_file(path / METADATA) as file:
                 metadata = _Unpickler(io.BytesIO(file.read())).load()
-            self._described: dict[str, Any] = dict(metadata.state_dict_metadata)
-            self._places: dict[str, Any] = dict(metadata.planner_data or {name: (name,) for name in self._described})
+            self._entries: dict[str, Any] = dict(metadata.state_dict_metadata)
+            self._paths: dict[str, Any] = dict(metadata.planner_data or {name: (name,) for name in self._entries})
             self._stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
             for index, info in dict(metadata.storage_data).items():
                 given = index.__dict__.get("offset")
@@ -93,7 +93,7 @@ class DcpFolder:
 
     def _check(self) -> None:
         """ValueError unless the index is consistent: every value has bytes of its own in an existing file."""
-        if not all(isinstance(name, str) for name in self._described):
+        if not all(isinstance(name, str) for name in self._entries):
             raise ValueError("a name is not a string")
         spans: dict[str, list[tuple[int, int]]] = {}
         for (name, _), info in self._stored.items():
@@ -111,8 +111,8 @@ class DcpFolder:
             if overlap or max(end for _, end in ranges) > size:
                 raise ValueError(f"{file} is missing or too short, or values overlap in it")
         outline: dict[Any, Any] = {}
-        for name, entry in self._described.items():
-            _put(outline, self._places[name], None)
+        for name, entry in self._entries.items():
+            _put(outline, self._paths[name], None)
             if type(entry).__name__ == "TensorStorageMetadata":
                 self._check_tensor(name, entry)
             elif type(entry).__name__ != "BytesStorageMetadata":
@@ -136,7 +136,7 @@ class DcpFolder:
     def read(self, make: MakeTensor) -> dict[str, Any]:
         """The contents as a tree of dicts. ``make`` creates the tensors; otherwise one part at a time is in memory."""
         tree: dict[str, Any] = {}
-        for name, entry in self._described.items():
+        for name, entry in self._entries.items():
             value: Any
             if type(entry).__name__ == "TensorStorageMetadata":
                 value = make(entry.dtype, entry.size)
@@ -147,7 +147,7 @@ class DcpFolder:
                     _torch.in_box(value, offsets, sizes).copy_(part)
             else:
                 value = self._load(name, None)
-            _put(tree, self._places[name], value)
+            _put(tree, self._paths[name], value)
         return tree
 
     def _load(self, name: str, offsets: tuple[int, ...] | None) -> Any:

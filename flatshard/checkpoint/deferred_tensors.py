@@ -43,7 +43,7 @@ class DeferredTensor(torch.Tensor):
     Operations on it return deferred tensors. Operations that write to it raise NotImplementedError.
     """
 
-    _shown: torch.Tensor  # a tensor of the same shape on the meta device
+    _meta: torch.Tensor  # a tensor of the same shape on the meta device
     _memory: DeferredStorage
     needs: frozenset[str]  # the names of the tensors that its value is computed from
     value: Value
@@ -53,7 +53,7 @@ class DeferredTensor(torch.Tensor):
         cls, shown: torch.Tensor, memory: DeferredStorage, needs: frozenset[str], value: Value
     ) -> DeferredTensor:
         self: DeferredTensor = _torch.wrapper_like(cls, shown, torch.device("cpu"))
-        self._shown, self._memory, self.needs, self.value = shown, memory, needs, value
+        self._meta, self._memory, self.needs, self.value = shown, memory, needs, value
         return self
 
     __torch_function__ = _torch.no_torch_function
@@ -70,11 +70,11 @@ class DeferredTensor(torch.Tensor):
             raise NotImplementedError(f"{func}: a deferred tensor has no values, and cannot be written to")
         deferred = [each for each in _torch.pytree_leaves((args, kwargs)) if isinstance(each, DeferredTensor)]
         shown_args, shown_kwargs = _torch.map_leaves(
-            torch.Tensor, lambda x: x._shown if isinstance(x, DeferredTensor) else x.to("meta"), (args, kwargs)
+            torch.Tensor, lambda x: x._meta if isinstance(x, DeferredTensor) else x.to("meta"), (args, kwargs)
         )
         shown_kwargs |= {"device": "meta"} if moved else {}
         results, shape = _torch.tree_flatten(func(*shown_args, **shown_kwargs))
-        memories = {_torch.storage_id(each._shown): each._memory for each in deferred}
+        memories = {_torch.storage_id(each._meta): each._memory for each in deferred}
         needs = frozenset[str]().union(*(each.needs for each in deferred))
 
         def compute(number: int, tensors: Mapping[str, torch.Tensor], done: dict[Any, list[torch.Tensor]]) -> Any:
@@ -91,7 +91,7 @@ class DeferredTensor(torch.Tensor):
         return _torch.tree_unflatten(made, shape)
 
     def data_ptr(self) -> int:
-        return self._memory.data_ptr() + int(self._shown.storage_offset()) * self.element_size()
+        return self._memory.data_ptr() + int(self._meta.storage_offset()) * self.element_size()
 
     def untyped_storage(self) -> DeferredStorage:  # type: ignore[override]
         return self._memory
@@ -127,7 +127,7 @@ class DeferredFile:
     def __init__(self, path: Path, tensors: Mapping[str, DeferredTensor], metadata: dict[str, str] | None) -> None:
         from safetensors.torch import save
 
-        self._path, self._part = path, path.with_name(f".{path.name}.part")
+        self._path, self._temporary = path, path.with_name(f".{path.name}.part")
         self._tensors = tensors
         # The safetensors library decides on the order of tensors: it is taken from a file of empty tensors.
         empty = save({name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}, metadata)
@@ -136,7 +136,7 @@ class DeferredFile:
         entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
         self._header = header_of(entries, metadata)
         begins = itertools.accumulate((entry.nbytes for entry in entries.values()), initial=len(self._header))
-        self._places = dict(zip(entries, begins))
+        self._offsets = dict(zip(entries, begins))
         self.needs = frozenset().union(*(tensor.needs for tensor in tensors.values()))
 
     def write(self, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -150,13 +150,13 @@ class DeferredFile:
                 todo.setdefault(needed, []).append(name)
         kept: dict[str, torch.Tensor] = {}
         try:
-            with open(self._part, "wb") as file:
+            with open(self._temporary, "wb") as file:
                 file.write(self._header)
                 for needed, value in whole:
                     kept[needed] = value.detach().cpu()
                     done: dict[Any, list[torch.Tensor]] = {}
                     for name in [each for each in todo[needed] if self._tensors[each].needs <= kept.keys()]:
-                        file.seek(self._places[name])
+                        file.seek(self._offsets[name])
                         file.write(bytes_view(self._tensors[name].value(kept, done).contiguous()))
                         for other in self._tensors[name].needs:
                             todo[other].remove(name)
@@ -168,6 +168,6 @@ class DeferredFile:
             missing = sorted({name for names in todo.values() for name in names})
             if missing:
                 raise RuntimeError(f"the values of {missing} were not given to write()")
-            self._part.rename(self._path)
+            self._temporary.rename(self._path)
         finally:
-            self._part.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)

@@ -122,8 +122,8 @@ class MegatronFSDP(nn.Module):
                 if count * slot.row:  # the elements of a parameter on this rank
                     where = slice(first * slot.row, (first + count) * slot.row)
                     param.sharded.__dict__["megatron_fsdp_slice"] = where
-        self._hides = False
-        self._is_last = self._completes = True
+        self._hides_gradients = False
+        self._is_last = self._completes_gradients = True
         self.set_model_auto_sync(sync_model_each_microbatch)
         self.log_parameter_groups()
 
@@ -184,8 +184,8 @@ class MegatronFSDP(nn.Module):
     def is_last_microbatch(self, value: bool) -> None:
         self._is_last = value
         completes = value or self.model_auto_sync
-        if completes != self._completes:
-            self._completes = completes
+        if completes != self._completes_gradients:
+            self._completes_gradients = completes
             self._root.set_requires_all_reduce(completes)
             self._root.set_is_last_backward(completes)
 
@@ -234,17 +234,17 @@ class MegatronFSDP(nn.Module):
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Set ``.grad`` of the parameters, which is None before if micro-batches are not synchronised."""
-        for each in self._main_grads() if self._hides else ():
+        for each in self._main_grads() if self._hides_gradients else ():
             each.unhide()
-        self._hides = False
+        self._hides_gradients = False
 
     def _hide_gradients(self) -> None:
         """Keep ``.grad`` None until gradients are complete, unless some parameter has a gradient already."""
-        if self.model_auto_sync or self._hides or self._gradients():
+        if self.model_auto_sync or self._hides_gradients or self._gradients():
             return
         for each in self._main_grads():
             each.hide()
-        self._hides = True
+        self._hides_gradients = True
 
     def _main_grads(self) -> list[MainGrads]:
         return [group.gradients.main_grads for _, unit in units_below(self.module) for group in unit.groups]
@@ -272,7 +272,7 @@ class MegatronFSDP(nn.Module):
         self.microbatch_count = 0
 
     def _gradients(self) -> list[torch.Tensor]:
-        if self._hides:
+        if self._hides_gradients:
             return [grad for each in self._main_grads() for grad in each.kept or () if grad is not None]
         name = DECOUPLED if self.ddp_config.megatron_fsdp_use_decoupled_grad else "grad"
         return [grad for parameter in self.parameters() if (grad := getattr(parameter, name, None)) is not None]

@@ -75,7 +75,7 @@ class FlatParam:
         rows = max(most // max(self.tensor.shape[1:].numel(), 1), 1)
         return [slice(at, at + rows) for at in range(0, max(len(self.tensor), 1), rows)]
 
-    def attach_gradient(self, uncast: bool) -> bool:
+    def attach_gradient(self, keep_dtype: bool) -> bool:
         """Set the gradient of the tensor; False if the gradients have changed since this was created."""
         group = self.group()
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
@@ -92,7 +92,7 @@ class FlatParam:
             if buffer is None:
                 return False
             gradient = self.part(buffer)
-        set_grad(self.tensor, gradient, uncast)
+        set_grad(self.tensor, gradient, keep_dtype)
         return True
 
     def _gradient_buffer(self, group: ParamGroup | None) -> DBuffer | None:
@@ -199,9 +199,9 @@ def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer |
     return buffer if offset == main.layout.windows(main.held.first, main.held.count)[index].offset else None
 
 
-def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, uncast: bool) -> None:
-    """Give a plain parameter its gradient, in its dtype unless ``uncast``."""
-    gradient = gradient if uncast else gradient.to(tensor.dtype)
+def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, keep_dtype: bool) -> None:
+    """Give a plain parameter its gradient, in its dtype unless ``keep_dtype``."""
+    gradient = gradient if keep_dtype else gradient.to(tensor.dtype)
     _torch.allow_grad_of(tensor, gradient.dtype)  # the last one may have had another dtype
     tensor.grad = gradient
 

@@ -38,14 +38,14 @@ class LocalStep:
     step detects changes that users have made to it, and rebuilds the state of the flat tensors from it.
     """
 
-    def __init__(self, flat: bool, uncast: bool, offloads: bool | None = None) -> None:
-        """``flat``: join neighbours. ``uncast``: gradients keep their dtype. ``offloads``: state is in host memory.
+    def __init__(self, flat: bool, keep_dtype: bool, offload_state: bool | None = None) -> None:
+        """``flat``: join neighbours. ``keep_dtype``: gradients keep their dtype.
 
-        With None, that is so for weights in host memory only.
+        ``offload_state``: state is in host memory; None: only that of weights in host memory is.
         """
         self.flat = flat
-        self.uncast = uncast
-        self.offloads = offloads
+        self.keep_dtype = keep_dtype
+        self.offload_state = offload_state
         self.rowwise: Sequence[str] = ()  # names in the state with numbers for each row of a parameter
         self._streamed = StreamedStep()
         self._flat_params: list[FlatParam] = []
@@ -156,7 +156,7 @@ class LocalStep:
             if streamed:
                 self._public_is_outdated, split = True, SplitStep(optimizer, base)
                 ticket = self._streamed.step(
-                    streamed, self.flat_state, split, self.overriding_state, self.uncast, reduced
+                    streamed, self.flat_state, split, self.overriding_state, self.keep_dtype, reduced
                 )
                 split.close()
         finally:
@@ -248,7 +248,7 @@ class LocalStep:
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
         """Set the gradients of flat parameters; False if those of one have changed since it was created."""
         # Gradients of streamed parameters are cast piece by piece.
-        return all(each.attach_gradient(self.uncast or each.is_streamed) for each in flat_params)
+        return all(each.attach_gradient(self.keep_dtype or each.is_streamed) for each in flat_params)
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""
@@ -328,9 +328,9 @@ class LocalStep:
 
     def _streams(self, home: Home, options: dict[str, Any]) -> bool:
         """Whether parameters are stepped on the device with state, or also weights, from host memory."""
-        if self.offloads or not home.host:
-            return bool(self.offloads)
-        if self.offloads is False or not (self.flat or self.rowwise):
+        if self.offload_state or not home.host:
+            return bool(self.offload_state)
+        if self.offload_state is False or not (self.flat or self.rowwise):
             return self.early_step is not None
         # The CPU steps fused optimizers faster than the bus carries their state and gradients; but not beside a
         # backward, and not if the gradients are on the device.

@@ -37,8 +37,9 @@ class MatrixParam:
         self.owner_group, self.owner = owner_group, 0
         self.holders = Holders((), ())  # of the parameter
         local = _torch.held_of(parameter)
-        self._nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(matrix.shape)  # takes no memory
-        self.tensor = nn.Parameter(self._nothing, parameter.requires_grad)
+        one = torch.zeros((), dtype=local.dtype, device=local.device)
+        self._placeholder = one.expand(matrix.shape)  # takes no memory
+        self.tensor = nn.Parameter(self._placeholder, parameter.requires_grad)
         marks = {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}  # of users
         self.tensor.__dict__.update(marks, matrix_name=self.name)
 
@@ -59,7 +60,7 @@ class MatrixParam:
 
     def clear(self) -> None:
         self.tensor.grad = None
-        self.tensor.data = self._nothing
+        self.tensor.data = self._placeholder
 
 
 def in_buckets(matrices: Sequence[MatrixParam], limit: int) -> list[list[MatrixParam]]:
@@ -89,9 +90,9 @@ class Bucket:
 
     def __init__(self, matrices: Sequence[MatrixParam], lane: Lane, name: str) -> None:
         self.matrices, self.lane = matrices, lane
-        self.mine = {number: each for number, each in enumerate(matrices) if each.is_owned}
+        self.owned = {number: each for number, each in enumerate(matrices) if each.is_owned}
         self._weights: dict[int, torch.Tensor] = {}
-        self._held: dict[int, torch.Tensor] = {}  # what this rank holds of the weights, from `send_in` to `receive_out`
+        self._shards: dict[int, torch.Tensor] = {}  # this rank's, of the weights, from `send_in` to `receive_out`
         owner_group = matrices[0].owner_group
         me = owner_group.rank
         packings = [Packing() for _ in range(4)]
@@ -121,48 +122,48 @@ class Bucket:
         """Send gradients and weights to their owners."""
         with _torch.PlainAttributes():
             grads = [each.parameter.grad for each in self.matrices]
-        self._held = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
+        self._shards = {number: _torch.held_of(each.parameter) for number, each in enumerate(self.matrices)}
         gradients = {
             number: None if grad is None else _torch.held_of(cut_as(each.parameter, grad))
             for number, (each, grad) in enumerate(zip(self.matrices, grads))
         }
-        self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._held})
+        self.to_owners.launch(self.lane, {"gradient": gradients, "weight": self._shards})
 
-    def receive_in(self, uncast: bool) -> None:
+    def receive_in(self, keep_dtype: bool) -> None:
         """Set the received values of this rank's matrices."""
         gradients: dict[int, torch.Tensor] = {}
-        for number, each in self.mine.items():
+        for number, each in self.owned.items():
             sizes, device = each.matrix.box.sizes, _torch.held_of(each.parameter).device
             gradient, weight = each.dtypes
             gradients[number] = torch.empty(sizes, dtype=gradient, device=device)
             self._weights[number] = torch.empty(sizes, dtype=weight, device=device)
         self.to_owners.receive({"gradient": gradients, "weight": self._weights})
-        for number, each in self.mine.items():
+        for number, each in self.owned.items():
             each.tensor.data = self._weights[number].view(each.matrix.shape)
             received = gradients.pop(number)
             if each.parameter.grad is not None:  # else no rank has used the parameter
-                set_grad(each.tensor, received.view(each.matrix.shape), uncast)
+                set_grad(each.tensor, received.view(each.matrix.shape), keep_dtype)
 
     def send_out(self) -> None:
         """Send the new weights to all ranks that hold them."""
-        for number, each in self.mine.items():
+        for number, each in self.owned.items():
             self._weights[number] = each.tensor.data.reshape(each.matrix.box.sizes)  # it may be another tensor
         self.from_owners.launch(self.lane, {"weight": self._weights})
         self.clear()
 
     def receive_out(self) -> None:
         """Write the new weights into the shards."""
-        self.from_owners.receive({"weight": self._held})
-        self._held = {}
+        self.from_owners.receive({"weight": self._shards})
+        self._shards = {}
 
     def clear(self) -> None:
-        for each in self.mine.values():
+        for each in self.owned.values():
             each.clear()
         self._weights.clear()
 
     def drop(self) -> None:
         self.clear()
-        self._held = {}
+        self._shards = {}
         self.to_owners.drop()
         self.from_owners.drop()
 

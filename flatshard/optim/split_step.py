@@ -19,11 +19,11 @@ class SplitStep:
 
     def __init__(self, optimizer: Optimizer, base: Callable[[], Any]) -> None:
         self.groups = optimizer.param_groups
-        self.after: dict[int, dict[str, Any]] = {}  # the options of groups that have been stepped, by number
+        self.options_after: dict[int, dict[str, Any]] = {}  # the options of groups that have been stepped, by number
         self.result: Any = None
         self._optimizer, self._base = optimizer, base
         self._options = [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
-        self._numbers = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
+        self._counters = {k: v for k, v in optimizer.__dict__.items() if type(v) in _NUMBERS}
 
     @contextmanager
     def with_params(
@@ -40,7 +40,7 @@ class SplitStep:
         # Tensors are copied: some optimizers count in them, too.
         copies = {n: {k: v.clone() for k, v in self._options[n].items() if torch.is_tensor(v)} for n in numbers}
         lent = [{**self._options[n], **copies[n], "params": members[n]} for n in numbers]
-        self._optimizer.__dict__.update(self._numbers)
+        self._optimizer.__dict__.update(self._counters)
         self._optimizer.param_groups = lent
         try:
             yield self._base
@@ -51,7 +51,7 @@ class SplitStep:
             for key, value in copies[number].items():
                 if group.get(key) is value and value._version == 0:  # has not been written to
                     group[key] = self._options[number][key]
-            before = self.after.setdefault(number, group)
+            before = self.options_after.setdefault(number, group)
             both = before.keys() & group.keys()
             odd = next((k for k in {**before, **group} if k not in both or not are_equal(before[k], group[k])), None)
             if odd is not None:
@@ -63,7 +63,7 @@ class SplitStep:
 
     def close(self) -> None:
         """Give the parameter groups the options that the calls have left."""
-        for number, options in self.after.items():
+        for number, options in self.options_after.items():
             for key, value in options.items():
                 known = self.groups[number].get(key)
                 if torch.is_tensor(known) and torch.is_tensor(value) and known is not value:

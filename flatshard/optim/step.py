@@ -131,14 +131,14 @@ def fully_shard_optimizer(
         others = {
             "`whole`, or options of it": options != (existing.options if isinstance(existing, WholeStep) else None),
             "in_backward": in_backward and local.early_step is None,
-            "offload_state": offload_state not in (None, local.offloads),
+            "offload_state": offload_state not in (None, local.offload_state),
         }
         for name in [name for name, is_other in others.items() if is_other]:
             raise ValueError(
                 f"fully_shard_optimizer was called on this {original_class(optimizer).__name__} before, with another "
                 f"{name}; build a new optimizer"
             )
-        local.uncast = precision_aware or bool(local.rowwise)
+        local.keep_dtype = precision_aware or bool(local.rowwise)
         return optimizer
     stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
@@ -147,7 +147,7 @@ def fully_shard_optimizer(
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.give_up_broken())
     if options is None:
-        if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offloads or _has_offloaded(optimizer)):
+        if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offload_state or _has_offloaded(optimizer)):
             return optimizer  # it sees to shards itself
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
@@ -155,11 +155,11 @@ def fully_shard_optimizer(
     return _install(optimizer, WholeStep(options, stepper))
 
 
-def _local_step(cls: type[Optimizer], uncast: bool, offloads: bool | None = None) -> LocalStep:
+def _local_step(cls: type[Optimizer], keep_dtype: bool, offloads: bool | None = None) -> LocalStep:
     """The `LocalStep` of an optimizer of this class."""
-    stepper = LocalStep(cls in ELEMENTWISE, uncast, offloads)
+    stepper = LocalStep(cls in ELEMENTWISE, keep_dtype, offloads)
     if cls is AdamW8bit:
-        stepper.rowwise, stepper.uncast = ROWWISE, True  # it casts gradients itself
+        stepper.rowwise, stepper.keep_dtype = ROWWISE, True  # it casts gradients itself
     return stepper
 
 
@@ -237,7 +237,7 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
     if isinstance(stepper, WholeStep):
         _plan(optimizer, stepper)
     optimizer.__dict__[STEPPER] = stepper
-    kind = FSDPWhole if isinstance(stepper, WholeStep) else FSDPOffloaded if stepper.offloads else FSDPOptimizer
+    kind = FSDPWhole if isinstance(stepper, WholeStep) else FSDPOffloaded if stepper.offload_state else FSDPOptimizer
     optimizer.__class__ = _class_of(type(optimizer), kind)  # type: ignore[assignment, arg-type]
     if state:
         optimizer.state = state
@@ -427,7 +427,7 @@ def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
     """Where the state of each parameter is to be loaded to."""
     devices: dict[torch.Tensor, torch.device] = {}
     for each, stepper in _steppers(optimizer):
-        offloads = isinstance(stepper, LocalStep) and stepper.offloads
+        offloads = isinstance(stepper, LocalStep) and stepper.offload_state
         parameters = (p for group in each.param_groups for p in group["params"])
         devices.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
     return devices
@@ -487,7 +487,7 @@ def _captured(optimizer: Optimizer) -> LocalStep | None:
     local: LocalStep | WholeStep | None = optimizer.__dict__.get(STEPPER)
     if isinstance(local, WholeStep):
         raise NotImplementedError(CAPTURED)
-    if local is not None and local.offloads:
+    if local is not None and local.offload_state:
         raise ValueError(
             f"{type(optimizer).__name__} has offload_state=True, which cannot be captured; leave it out, or call "
             "optimizer.step() outside of the captured step"

@@ -44,10 +44,8 @@ class Stream:
     """Three lanes of one device, and the slots between them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._arriving, self._stepping, self._leaving = (
-            Lane(name, device) for name in ("state in", "step", "state out")
-        )
-        with self._arriving.following():  # what is still written to host memory comes first
+        self._copy_in, self._step, self._copy_out = (Lane(name, device) for name in ("state in", "step", "state out"))
+        with self._copy_in.following():  # what is still written to host memory comes first
             pass
         self._slots = deque(_Slot() for _ in range(_SLOTS))
         self._gradients: deque[tuple[Ticket, object]] = deque()  # which are being read, and until when
@@ -55,7 +53,7 @@ class Stream:
 
     def follow(self) -> None:
         """Order steps after all work that has been enqueued on the current stream."""
-        with self._stepping.following():
+        with self._step.following():
             pass
 
     def run(self, inputs: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:
@@ -65,22 +63,22 @@ class Stream:
         """
         slot = self._slots[0]
         self._slots.rotate(-1)
-        with self._arriving.entered((slot.is_out,)):
+        with self._copy_in.entered((slot.is_out,)):
             slot.tensors = []  # both lanes that have allocated them come after their last use
             for tensor in inputs:
-                slot.tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self._arriving.device))
+                slot.tensors.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self._copy_in.device))
                 slot.tensors[-1].copy_(tensor, non_blocking=True)
-            arrived = self._arriving.mark()
-        with self._stepping.entered((arrived,)):
+            arrived = self._copy_in.mark()
+        with self._step.entered((arrived,)):
             pairs = step(slot.tensors)
-            self.stepped = self._stepping.mark()
+            self.stepped = self._step.mark()
         slot.tensors += [tensor for tensor, _ in pairs]
-        with self._leaving.entered((self.stepped,)):
+        with self._copy_out.entered((self.stepped,)):
             # Versions tell changes by users.
             with _torch.keeping_versions([host for _, host in pairs]):
                 for tensor, host in pairs:
                     host.copy_(tensor, non_blocking=True)
-            self.saved = slot.is_out = self._leaving.mark()
+            self.saved = slot.is_out = self._copy_out.mark()
 
     def keep(self, gradients: object) -> None:
         """Keep gradients until they have been read; the current stream waits for those of earlier groups."""
@@ -93,9 +91,9 @@ class Stream:
         """Order the current stream after all steps, and later copies from host memory after those to it."""
         self.stepped.wait()
         self._gradients.clear()
-        with self._stepping.entered((self.saved,)):
+        with self._step.entered((self.saved,)):
             pass
-        with self._arriving.entered((self.saved,)):
+        with self._copy_in.entered((self.saved,)):
             for slot in self._slots:
                 slot.tensors = []
 
@@ -113,7 +111,7 @@ class StreamedStep:
         states: Mapping[Any, State],
         split: SplitStep,
         overriding_state: OverridingState,
-        uncast: bool,
+        keep_dtype: bool,
         reduced: Reduced | None = None,
     ) -> Ticket:
         """Step flat parameters with the gradients that are attached to them, or with those that are on the device.
@@ -136,7 +134,7 @@ class StreamedStep:
             stream.follow()
             ready = reduced or group.gradients.main_grads.on_device
             for each in group_params:
-                param = _PiecewiseParam(each, group, states[each.tensor], split, uncast, ready)
+                param = _PiecewiseParam(each, group, states[each.tensor], split, keep_dtype, ready)
                 for rows in each.pieces(PIECE):
                     stream.run(param.inputs(rows), functools.partial(param.step, rows, overriding_state))
             stream.keep([ready, *(each.tensor.grad for each in group_params)])
@@ -164,33 +162,34 @@ class _PiecewiseParam:
 
     def __init__(
         self,
-        of: FlatParam,
+        flat_param: FlatParam,
         group: ParamGroup,
         state: State,
         split: SplitStep,
-        uncast: bool,
+        keep_dtype: bool,
         reduced: Reduced | None,
     ) -> None:
-        self._of, self._state, self._split, self._uncast, self._reduced = of, state, split, uncast, reduced
-        self._before = dict(state)
+        self._flat_param, self._state, self._split = flat_param, state, split
+        self._keep_dtype, self._reduced = keep_dtype, reduced
+        self._initial = dict(state)
         self._copied_keys = [key for key, value in state.items() if is_per_element(key, value)]
         self._home = state_home(group.home)
         self._on_host = group.home.host
-        self._weight = of.tensor.detach()
-        gradient = of.tensor.grad if reduced is None else of.part(reduced.buffer)
+        self._weight = flat_param.tensor.detach()
+        gradient = flat_param.tensor.grad if reduced is None else flat_param.part(reduced.buffer)
         assert gradient is not None
         self._gradient = gradient
         copied = group.source.host_copy
         self._compute = None
         if copied is not None and copied.buffer is not None:
             copied.settle()  # a late cast would write over the results
-            self._compute = of.part(copied.buffer)
-        options = split.groups[of.number]
-        self._counts_there = bool(options.get("fused") or options.get("capturable"))
+            self._compute = flat_param.part(copied.buffer)
+        options = split.groups[flat_param.number]
+        self._counts_on_device = bool(options.get("fused") or options.get("capturable"))
 
     def inputs(self, rows: Rows) -> list[torch.Tensor]:
         """What is to be copied to the device."""
-        inputs = [self._before[key][rows] for key in self._copied_keys]
+        inputs = [self._initial[key][rows] for key in self._copied_keys]
         if self._on_host:
             inputs.append(self._weight[rows])
             if self._reduced is None:
@@ -200,7 +199,7 @@ class _PiecewiseParam:
     def step(self, rows: Rows, overriding_state: OverridingState, arrived: Sequence[torch.Tensor]) -> Pairs:
         parameter, entries = self._parameter(rows, arrived)
         lent: defaultdict[Any, State] = defaultdict(dict, {parameter: entries} if entries else {})
-        with overriding_state(lent), self._split.with_params([(self._of.number, parameter)]) as step:
+        with overriding_state(lent), self._split.with_params([(self._flat_param.number, parameter)]) as step:
             self._split.result = step()
         return self._results(rows, parameter, lent[parameter])
 
@@ -208,16 +207,16 @@ class _PiecewiseParam:
         """A parameter with its gradient, and its state, on the device."""
         rest = list(arrived[len(self._copied_keys) :])
         parameter = nn.Parameter(rest.pop(0) if self._on_host else self._weight[rows])
-        parameter.__dict__.update(self._of.tensor.__dict__)
+        parameter.__dict__.update(self._flat_param.tensor.__dict__)
         gradient = rest.pop() if rest else self._gradient[rows]
-        set_grad(parameter, gradient if self._reduced is None else self._reduced.final(gradient), self._uncast)
+        set_grad(parameter, gradient if self._reduced is None else self._reduced.final(gradient), self._keep_dtype)
         wide = dict(zip(self._copied_keys, arrived))
-        state = {k: wide[k] if k in wide else self._copied_value(v, parameter.device) for k, v in self._before.items()}
+        state = {k: wide[k] if k in wide else self._copied_value(v, parameter.device) for k, v in self._initial.items()}
         return parameter, state
 
     def _copied_value(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.detach().to(device if self._counts_there else value.device, copy=True)
+            return value.detach().to(device if self._counts_on_device else value.device, copy=True)
         return copy.copy(value)
 
     def _results(self, rows: Rows, parameter: nn.Parameter, state: State) -> Pairs:

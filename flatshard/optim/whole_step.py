@@ -60,7 +60,7 @@ class WholeStep:
         self._lane = functools.cache(functools.partial(Lane, "whole"))  # one per device
         self._generation = -1
         self._compared = 0  # batches of which the ranks have the same
-        self._shown: dict[Any, State] | None = None  # the state that was read since the last step
+        self._read_state: dict[Any, State] | None = None  # the state that was read since the last step
         self._has_state = False
 
     @property
@@ -239,10 +239,10 @@ class WholeStep:
             for number, bucket in enumerate(self.buckets):
                 if number == 0:
                     bucket.send_in()
-                bucket.receive_in(self.local.uncast)
+                bucket.receive_in(self.local.keep_dtype)
                 if number + 1 < len(self.buckets):
                     self.buckets[number + 1].send_in()
-                self._step_on(split, list(bucket.mine.values()))
+                self._step_on(split, list(bucket.owned.values()))
                 if number > 0:
                     self.buckets[number - 1].receive_out()
                 bucket.send_out()
@@ -262,7 +262,7 @@ class WholeStep:
         params = [(each.number, each.tensor) for each in mine if each.number is not None]
         missed: set[int] = set()
         if not mine:
-            missed = {each.number for each in self.matrices if each.number is not None} - split.after.keys()
+            missed = {each.number for each in self.matrices if each.number is not None} - split.options_after.keys()
             if not missed:
                 return
         with self.local.overriding_state(self.state), split.with_params(params, missed) as step:
@@ -278,17 +278,17 @@ class WholeStep:
         """The public state: for whole parameters, what this rank owns. The entries are the internal ones."""
         if self.local.is_stepping or not self._has_state:
             return self.local.public_state(optimizer)
-        if self._shown is None:
+        if self._read_state is None:
             whole = {
                 parameter: join_entries([(each.matrix.label, self.state.get(each.tensor, {})) for each in parts])
                 for parameter, parts in self.parts.items()
             }
-            self._shown = defaultdict(dict, {**self.local.public_state(optimizer), **whole})
-        return self._shown
+            self._read_state = defaultdict(dict, {**self.local.public_state(optimizer), **whole})
+        return self._read_state
 
     def _apply_user_changes(self, optimizer: Optimizer) -> None:
         """Apply changes that users have made to the public state: entries set or removed."""
-        shown, self._shown = self._shown, None
+        shown, self._read_state = self._read_state, None
         if shown is None:
             return
         outer = optimizer.__dict__["state"]
@@ -348,7 +348,7 @@ class WholeStep:
         Within the context, `optimizer.state` has both, so that optimizers can bring old entries up to date.
         """
         self.plan(optimizer)
-        self._shown = None
+        self._read_state = None
         self.state.clear()
         self._has_state = bool(state)
         rest = {key: value for key, value in state.items() if key not in self.parts}

@@ -51,18 +51,18 @@ class Rehearsal:
         self.medium = Medium(network)
         self._warmup = warmup
         self._marks: list[_Mark] = []
-        self._explicit = False  # only calls of `mark_step` end steps
+        self._marks_explicitly = False  # only calls of `mark_step` end steps
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._memory: dict[str, int] = {}
-        self._unclaimed: object = None  # the first default group, until init_process_group is called
+        self._unclaimed_group: object = None  # the first default group, until init_process_group is called
 
     def mark_step(self, tokens: int | None = None, flops: float | None = None) -> None:
         """Mark the end of a step.  ``tokens``, ``flops``: of this rank in that step (model FLOPs, without recompute).
 
         If it is never called, steps end with ``optimizer.step``; after the first call, only calls end steps.
         """
-        if not self._explicit:
-            self._explicit = True
+        if not self._marks_explicitly:
+            self._marks_explicitly = True
             self._marks.clear()
         self._mark(tokens, flops)
 
@@ -88,7 +88,7 @@ class Rehearsal:
         if len(self._marks) <= self._warmup:
             states = (value for state in optimizer.state.values() for value in state.values())
             self._memory["optimizer state"] = _storage_bytes(v for v in states if isinstance(v, torch.Tensor))
-        if not self._explicit and self._optimizer is not None and self._optimizer() is optimizer:
+        if not self._marks_explicitly and self._optimizer is not None and self._optimizer() is optimizer:
             self._mark()
 
     def report(self) -> Report:
@@ -134,8 +134,8 @@ class Rehearsal:
 
     def init_process_group(self, real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Replaces torch's function: the rehearsal's backend, store, rank and size are used instead of the given."""
-        if dist.is_initialized() and dist.group.WORLD is self._unclaimed:
-            self._unclaimed = None
+        if dist.is_initialized() and dist.group.WORLD is self._unclaimed_group:
+            self._unclaimed_group = None
             return
         real(BACKEND, store=HashStore(), rank=self.rank, world_size=self.world)
 
@@ -174,7 +174,7 @@ def rehearse(
         stack.enter_context(_environment(rehearsal))
         stack.enter_context(replaced_group_constructors(rehearsal.init_process_group, rehearsal.new_group))
         dist.init_process_group()
-        rehearsal._unclaimed = dist.group.WORLD
+        rehearsal._unclaimed_group = dist.group.WORLD
         stack.callback(register_optimizer_step_pre_hook(rehearsal.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(rehearsal.after_step).remove)
         yield rehearsal

@@ -108,9 +108,9 @@ class DryRun:
         self._resting = Bytes(*(sum(getattr(group, name) for group in every) for name in ("main", "compute", "state")))
         self._now = self._peak = replace(self._resting, gradients=sum(group.accumulated for group in every))
         self._most_gathered = self._most_staging = 0
-        self._is_noting = False
+        self._counts_memory = False
         self._groups = [[_Group(sizes, self, unit) for sizes in of] for unit, of in zip(model.units, groups)]
-        self._every = [group for unit in self._groups for group in unit]
+        self._all_groups = [group for unit in self._groups for group in unit]
         self._modules: dict[int, list[_Module]] = {}
         self._accumulates = setup.microbatches > 1
         self.clock: StepClock | None = None
@@ -138,11 +138,11 @@ class DryRun:
         """Run the last micro-batch of a step. One pass before it records the order of units. If there are several
         micro-batches, another one runs before it, because its last reduces are still in flight."""
         passes = [(False, True), *[(True, False)] * self._accumulates, (True, True)]
-        for self._is_noting, is_last in passes:
-            for group in self._every:
+        for self._counts_memory, is_last in passes:
+            for group in self._all_groups:
                 group.gathers = 0
             self._pass(True, is_last)
-        launches = tuple(launch for group in self._every for launch in group.sizes.launches(group.gathers))
+        launches = tuple(launch for group in self._all_groups for launch in group.sizes.launches(group.gathers))
         return Memory(self._resting, self._peak, self._most_gathered, self._most_staging, launches)
 
     def _pass(self, is_first: bool, is_last: bool) -> None:
@@ -162,7 +162,7 @@ class DryRun:
             self._pass(number == 0, self.is_last)
             if number == 1:
                 clock.repeat(microbatches - passes, began)
-        return clock.finish([group.sizes for group in self._every], len(self._units) * microbatches)
+        return clock.finish([group.sizes for group in self._all_groups], len(self._units) * microbatches)
 
     def moved(self, count: int) -> None:
         """Count bytes that encoding and decoding read and write."""
@@ -171,7 +171,7 @@ class DryRun:
 
     def note(self, gradients: int = 0, gathered: int = 0, staging: int = 0) -> None:
         """Add changes of memory, in bytes."""
-        if not self._is_noting:
+        if not self._counts_memory:
             return
         was = self._now
         held = was.gradients + gradients, was.gathered + gathered, was.staging + staging

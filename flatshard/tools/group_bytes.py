@@ -65,13 +65,13 @@ class TrainingSetup:
 class PlannedCollective:
     """A collective that runs ``times`` times per step, with a full message of ``size`` bytes, along one mesh axis.
 
-    ``among``: the number of ranks that take part, which are ``stride`` ranks apart. ``reduces``: it belongs to the
+    ``ranks``: the number of ranks that take part, which are ``stride`` ranks apart. ``reduces``: it belongs to the
     reduce of gradients, whatever its kind.
     """
 
     kind: CollectiveKind
     axis: int
-    among: int
+    ranks: int
     size: int
     segments: int
     times: int
@@ -79,7 +79,7 @@ class PlannedCollective:
     stride: int = 1
 
     def reach(self, network: Network) -> Reach:
-        return _reach(network, self.among, self.stride)
+        return _reach(network, self.ranks, self.stride)
 
     def seconds(self, network: Network) -> float:
         """The wire time of one such collective."""
@@ -87,8 +87,8 @@ class PlannedCollective:
 
 
 @lru_cache(maxsize=1 << 10)  # many units have the same groups
-def _reach(network: Network, among: int, stride: int) -> Reach:
-    return network.reach(range(0, among * stride, stride))
+def _reach(network: Network, ranks: int, stride: int) -> Reach:
+    return network.reach(range(0, ranks * stride, stride))
 
 
 class GroupBytes:
@@ -112,54 +112,57 @@ class GroupBytes:
         floating = first.dtype.is_floating_point
         self.trainable = first.trainable
         main = precision.main_dtype if precision.main_dtype and floating and self.trainable else first.dtype
-        self.wire = precision.compute_of(first.dtype)
-        grad = precision.grad_of(main, self.wire)
-        self.reduce = precision.reduce_of(self.wire, grad)
+        self.compute_dtype = precision.compute_of(first.dtype)
+        grad = precision.grad_of(main, self.compute_dtype)
+        self.reduce_dtype = precision.reduce_of(self.compute_dtype, grad)
         self.formats = Formats.of(self.layout, self._encoded_tensors, precision, setup.mesh, self.placements.optimizer)
         encoded = self.formats.gather is not None
-        self.piece = self.formats.gather_coder(self.wire).wire.piece if encoded else 0  # bytes of a shard on the wire
+        # Bytes of an encoded shard.
+        self.piece = self.formats.gather_coder(self.compute_dtype).wire.piece if encoded else 0
 
         full, held = self.layout.buffer_numel(shards), self.layout.shard_numel
         turned = sum(self.layout.slots[index].numel for index in self.layout.turned)
         everywhere = all(isinstance(p, Replicate) for p in self.placements.parameter)
         as_main = self.placements.parameter == self.placements.optimizer
-        self.is_resident = everywhere and (encoded or not as_main or main == self.wire)
+        self.is_resident = everywhere and (encoded or not as_main or main == self.compute_dtype)
         self.main = held * main.itemsize
-        self.compute = 0 if as_main and not encoded else self._numel(self.placements.parameter) * self.wire.itemsize
+        self.compute = self.passing = 0
         if encoded and not everywhere:
             self.compute = self.piece * self._pieces(self.placements.parameter)
-        self.passing = self.piece * shards if encoded and not everywhere else 0
-        self.compute += turned * self.wire.itemsize if self.is_resident else 0
+            self.passing = self.piece * shards
+        elif encoded or not as_main:
+            self.compute = self._numel(self.placements.parameter) * self.compute_dtype.itemsize
+        self.compute += turned * self.compute_dtype.itemsize if self.is_resident else 0
         states = [setup.state_of(tensor.shape, main.itemsize) for tensor in tensors]
         share = sum(each * math.prod(t.shape) for each, t in zip(states, tensors)) / max(self.layout.payload, 1)
         self.state = round(share * held) if self.trainable else 0
-        self.gathered = 0 if self.is_resident else (full + turned) * self.wire.itemsize
+        self.gathered = 0 if self.is_resident else (full + turned) * self.compute_dtype.itemsize
 
         if not self.trainable:
             self.arriving = self.main_grad = self.reducing = self.accumulated = 0
             self.ends = False
             return
-        self.arriving = self.layout.payload * self.wire.itemsize
+        self.arriving = self.layout.payload * self.compute_dtype.itemsize
         self.main_grad = held * grad.itemsize
         self.ends = self.placements.gradient != self.placements.optimizer
         several = setup.microbatches > 1
         self._rests_unsharded = self.ends and not is_sharded(self.placements.gradient[-1])
         resting = full if self._rests_unsharded else self._numel(self.placements.gradient)
-        rests_in = setup.precision.resting_of(grad, self.reduce)
+        rests_in = setup.precision.resting_of(grad, self.reduce_dtype)
         self.accumulated = resting * rests_in.itemsize if several else 0
-        self.reducing = self._staged(several, rests_in) * self.reduce.itemsize
+        self.reducing = self._staged(several, rests_in) * self.reduce_dtype.itemsize
         inner, outer = self.formats.reduces[-1], self.formats.reduces[0]
-        result = torch.float32 if outer is not None else self.reduce
+        result = torch.float32 if outer is not None else self.reduce_dtype
         if grad != result or (several and not self.ends):
             self.reducing += held * result.itemsize  # reduced into a temporary buffer, then added or cast
         if axes > 1:
-            halfway = torch.float32 if inner is not None and outer is not None else self.reduce
+            halfway = torch.float32 if inner is not None and outer is not None else self.reduce_dtype
             self.reducing += self._numel(self._halfway) * halfway.itemsize
         for launch in self._reduces(True):
             if launch.kind == "all_to_all":
                 self.reducing += 2 * launch.size  # the encoded gradients that are sent, and those that are received
             elif launch.kind == "all_gather":
-                self.reducing += launch.size + launch.size // launch.among
+                self.reducing += launch.size + launch.size // launch.ranks
 
     def _planned(self, shards: int) -> Layout:
         """The layout of `flatshard.shard_model`: unless it is flat, each tensor is sharded on the least padded dim."""
@@ -193,14 +196,18 @@ class GroupBytes:
         """Elements of the staging buffer. A gradient in the reduce dtype that fills its segment needs none."""
         shards = self.layout.num_shards
         if several and self._rests_unsharded:
-            as_it_is = rests_in == self.reduce or self.formats.reduces[-1] is not None
+            as_it_is = rests_in == self.reduce_dtype or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
         pairs = zip(self.layout.segments, sole_owners(self.layout))
-        return sum(shards * segment.piece for segment, sole in pairs if sole is None or self.wire != self.reduce)
+        return sum(
+            shards * segment.piece for segment, sole in pairs if sole is None or self.compute_dtype != self.reduce_dtype
+        )
 
     def arriving_after(self, position: int) -> int:
         """Bytes of the gradients that arrive at this position: when backward has this many inner units left."""
-        return self.wire.itemsize * sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position)
+        return self.compute_dtype.itemsize * sum(
+            math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position
+        )
 
     # Collectives of a step
 
@@ -228,8 +235,10 @@ class GroupBytes:
         moved, inner = 0, len(self.setup.mesh) - 1
         for launch in self.reduces(is_last):
             if launch.kind in ("all_to_all", "all_gather"):
-                given = self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce.itemsize
-                sent = launch.size if launch.kind == "all_to_all" else launch.size // launch.among
+                given = (
+                    self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce_dtype.itemsize
+                )
+                sent = launch.size if launch.kind == "all_to_all" else launch.size // launch.ranks
                 moved += given + sent + launch.size
         return moved
 
@@ -239,7 +248,10 @@ class GroupBytes:
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         launches, current = [], list(source)
-        piece, segments = self.piece or self.layout.run_numel * self.wire.itemsize, 1 if self.piece else self._segments
+        piece, segments = (
+            self.piece or self.layout.run_numel * self.compute_dtype.itemsize,
+            1 if self.piece else self._segments,
+        )
         for axis, placement in enumerate(target):
             if current[axis] != placement:
                 current[axis] = placement
@@ -261,17 +273,17 @@ class GroupBytes:
             if rests[axis] and not is_last:
                 break
             if self.formats.reduces[axis] is not None:
-                size = self.formats.reduce_coder(axis, self.reduce).wire.piece * self._pieces(held)
+                size = self.formats.reduce_coder(axis, self.reduce_dtype).wire.piece * self._pieces(held)
                 if is_sharded(final):
                     launches.append(self._collective("all_to_all", axis, size))
                 else:
                     launches.append(self._collective("all_gather", axis, self.setup.mesh[axis] * size))
             elif is_sharded(final):
                 elements = self.layout.run_numel * self._pieces(held) + self.setup.mesh[axis] * flags
-                size, segments = elements * self.reduce.itemsize, self._segments + bool(flags)
+                size, segments = elements * self.reduce_dtype.itemsize, self._segments + bool(flags)
                 launches.append(self._collective("reduce_scatter", axis, size, segments=segments))
             else:
-                size = (self._numel(held) + flags) * self.reduce.itemsize
+                size = (self._numel(held) + flags) * self.reduce_dtype.itemsize
                 launches.append(self._collective("all_reduce", axis, size))
             held[axis] = final if is_sharded(final) else held[axis]
         return launches
@@ -285,7 +297,7 @@ class GroupBytes:
 
 
 def _with_traffic(launches: list[PlannedCollective]) -> list[PlannedCollective]:
-    return [launch for launch in launches if launch.times and launch.among > 1]
+    return [launch for launch in launches if launch.times and launch.ranks > 1]
 
 
 def groups_of(model: ModelShape, setup: TrainingSetup) -> list[list[GroupBytes]]:

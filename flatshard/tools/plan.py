@@ -202,7 +202,7 @@ def _row(kind: _Kind, ep: int, model: ModelShape, machine: Machine, training: Tr
     memory = (offloaded if kind.offload else memory_of)(model, setup)
     sent = dict.fromkeys((False, True), 0.0)
     for launch in memory.launches:
-        sent[launch.reduces] += launch.times * wire_bytes(launch.kind, launch.size, launch.among)
+        sent[launch.reduces] += launch.times * wire_bytes(launch.kind, launch.size, launch.ranks)
     wire = sum(launch.times * launch.seconds(machine.network) for launch in memory.launches)
     step = None
     if training.speed is not None and not kind.offload:

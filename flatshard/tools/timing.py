@@ -124,7 +124,7 @@ class StepClock:
         first, parts = group.tensors[0], group.setup.expert_parts
         if not first.is_expert or first.after != position or parts == 1:
             return []
-        size = self._speed.tokens * first.used * first.shape[0] * self._width * group.wire.itemsize
+        size = self._speed.tokens * first.used * first.shape[0] * self._width * group.compute_dtype.itemsize
         return [PlannedCollective("all_to_all", 0, parts, round(size), 1, 1)]
 
     def _compute(self, seconds: float) -> None:

@@ -48,9 +48,9 @@ class Alarm:
         self._pid, self._starts = 0, 0
         self._loop: Loop | None = None
         self._oldest, self._age = 0, 0.0  # the oldest launch that has not ended, and for how long it has been that
-        self._seen, self._idle = 0, 0  # launches, and looks without a new one
+        self._seen, self._idle_ticks = 0, 0  # launches, and looks without a new one
         self._may_query_events = False
-        self._terminate = exits.TerminateHandler(self._on_terminate)
+        self._terminate_handler = exits.TerminateHandler(self._on_terminate)
 
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
@@ -95,7 +95,7 @@ class Alarm:
         if self._loop is None:  # a process that was forked has these already
             os.register_at_fork(after_in_child=self._forked)
             exits.on_uncaught(self._uncaught)
-            self._terminate.install()
+            self._terminate_handler.install()
         self._loop = Loop(self._tick, lambda: TICK if self._watch is None else self._watch.pause(), exits.dump)
         self._loop.start()
         exits.at_exit(self._exit)
@@ -142,9 +142,9 @@ class Alarm:
         if watch is not None and record.is_on_device and not self._may_query_events:
             watch.group.settle_in()
             self._may_query_events = True
-        self._idle = self._idle + 1 if record.number == self._seen else 0
+        self._idle_ticks = self._idle_ticks + 1 if record.number == self._seen else 0
         self._seen = record.number
-        if self._idle == _STALLED and self._seen:
+        if self._idle_ticks == _STALLED and self._seen:
             record.settle()
         if watch is not None and self.verdict.reason is None:
             # Time in which this process, or the machine, was stopped does not count as waiting.
@@ -228,7 +228,7 @@ class Alarm:
         self._of = None  # a process group that was not destroyed is freed with the modules
         if has_failed and (self.gave_up or record.is_on_device or record.oldest_pending() is not None):
             exits.end_failed(self.verdict.explanation)
-        self._terminate.remove()
+        self._terminate_handler.remove()
         if not has_failed:
             exits.remove_record()
 

@@ -60,8 +60,8 @@ class TerminateHandler:
 
     def __init__(self, call: Callable[[bool], None]) -> None:
         self._call = call
-        self._exchange: Any = None  # std::set_terminate
-        self._kind: Any = None  # abi::__cxa_current_exception_type
+        self._set_terminate: Any = None  # std::set_terminate
+        self._exception_type: Any = None  # abi::__cxa_current_exception_type
         self._before: int | None = None
         self._handler = _Handler(self._terminate)  # C++ keeps no reference
 
@@ -69,18 +69,18 @@ class TerminateHandler:
         """Does nothing if the C++ standard library is not that of torch's Linux builds."""
         try:
             library = ctypes.CDLL("libstdc++.so.6")
-            self._exchange = library["_ZSt13set_terminatePFvvE"]
-            self._kind = library["__cxa_current_exception_type"]
+            self._set_terminate = library["_ZSt13set_terminatePFvvE"]
+            self._exception_type = library["__cxa_current_exception_type"]
         except (OSError, AttributeError):
             return
-        self._exchange.restype, self._exchange.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        self._kind.restype = ctypes.c_void_p
-        self._before = self._exchange(ctypes.cast(self._handler, ctypes.c_void_p))
+        self._set_terminate.restype, self._set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        self._exception_type.restype = ctypes.c_void_p
+        self._before = self._set_terminate(ctypes.cast(self._handler, ctypes.c_void_p))
 
     def remove(self) -> None:
         """The interpreter is about to end, and could not be called after that."""
         if self._before is not None:
-            self._exchange(self._before)
+            self._set_terminate(self._before)
             self._before = None
 
     def _terminate(self) -> None:
@@ -90,7 +90,7 @@ class TerminateHandler:
 
     def _name_of_exception(self) -> bytes:
         """The mangled name of its class. A std::type_info is a table of methods and the name."""
-        kind = self._kind()
+        kind = self._exception_type()
         if not kind:
             return b""
         name = ctypes.cast(kind + ctypes.sizeof(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char_p))[0]
