@@ -198,16 +198,14 @@ class GroupBytes:
         if several and self._rests_unsharded:
             as_it_is = rests_in == self.reduce_dtype or self.formats.reduces[-1] is not None
             return 0 if as_it_is else self.layout.buffer_numel(shards)
+        is_cast = self.compute_dtype != self.reduce_dtype
         pairs = zip(self.layout.segments, sole_owners(self.layout))
-        return sum(
-            shards * segment.piece for segment, sole in pairs if sole is None or self.compute_dtype != self.reduce_dtype
-        )
+        return sum(shards * segment.piece for segment, sole in pairs if sole is None or is_cast)
 
     def arriving_after(self, position: int) -> int:
         """Bytes of the gradients that arrive at this position: when backward has this many inner units left."""
-        return self.compute_dtype.itemsize * sum(
-            math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position
-        )
+        numel = sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.after == position)
+        return numel * self.compute_dtype.itemsize
 
     # Collectives of a step
 
@@ -235,11 +233,9 @@ class GroupBytes:
         moved, inner = 0, len(self.setup.mesh) - 1
         for launch in self.reduces(is_last):
             if launch.kind in ("all_to_all", "all_gather"):
-                given = (
-                    self.arriving if launch.axis == inner else self._numel(self._halfway) * self.reduce_dtype.itemsize
-                )
+                halfway = self._numel(self._halfway) * self.reduce_dtype.itemsize
                 sent = launch.size if launch.kind == "all_to_all" else launch.size // launch.ranks
-                moved += given + sent + launch.size
+                moved += (self.arriving if launch.axis == inner else halfway) + sent + launch.size
         return moved
 
     @property
@@ -248,10 +244,8 @@ class GroupBytes:
 
     def _gathers(self, source: Sequence[Placement], target: Sequence[Placement], times: int) -> list[PlannedCollective]:
         launches, current = [], list(source)
-        piece, segments = (
-            self.piece or self.layout.run_numel * self.compute_dtype.itemsize,
-            1 if self.piece else self._segments,
-        )
+        piece = self.piece or self.layout.run_numel * self.compute_dtype.itemsize
+        segments = 1 if self.piece else self._segments
         for axis, placement in enumerate(target):
             if current[axis] != placement:
                 current[axis] = placement
