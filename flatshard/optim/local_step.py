@@ -54,7 +54,7 @@ class LocalStep:
         self._without_grad: Sequence[torch.Tensor] = []  # sharded parameters that have no gradient
         self._unsharded: list[list[torch.Tensor]] = []  # per parameter group
         self._sharded: set[int] = set()  # ids of sharded parameters, and of the flat tensors that are stepped for them
-        self._ids: list[list[int]] = []
+        self._ids: list[list[int]] = []  # of the optimizer's parameters, by parameter group
         self.flat_state: defaultdict[Any, State] = defaultdict(dict)  # by flat tensor
         self._public: Any = None  # the optimizer's dict of state, as we know it
         self._public_is_outdated = False  # the flat state may have changed since the public one was read

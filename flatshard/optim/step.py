@@ -104,11 +104,11 @@ def fully_shard_optimizer(
     for a step, in pieces. For the same optimizers. Default: only under `CPUOffloadPolicy`, and not if the optimizer has
     ``fused=True``, which the CPU steps faster. False: step on the CPU there.
 
-    ``whole``: True, or a function of the name and the parameter that says which. Each such parameter has an owner
-    among the ranks that hold it, whose optimizer sees it, its gradient and its state as ordinary whole tensors; that is
-    right for every optimizer that steps its parameters one by one (docs/optimizers.md). All ranks must call ``step``
-    and ``state_dict`` then. Names are those of ``named_parameters`` where the optimizer was built on that, and else go
-    from the parameter's unit down.
+    ``whole``: step whole parameters: all (True), or those that a function of name and parameter selects. Each is owned
+    by one of the ranks that hold it. The owner's optimizer sees the parameter, its gradient and its state as ordinary
+    tensors, which is right for every optimizer that steps its parameters one by one (docs/optimizers.md). All ranks
+    must call ``step`` and ``state_dict`` then. Names are those of ``named_parameters`` if the optimizer was built on
+    that; otherwise they begin at the parameter's unit.
     ``split``: whole parameters that are several matrices, by patterns of names or as a function of name and parameter:
     how many equal parts of their rows, or the rows of each part. ``cost``: of a matrix, from its shape; owners are
     balanced by it. ``owners="all"``: ranks that hold copies of a shard (HSDP's outer axis) share the work as well.

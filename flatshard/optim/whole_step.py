@@ -288,15 +288,15 @@ class WholeStep:
 
     def _apply_user_changes(self, optimizer: Optimizer) -> None:
         """Apply changes that users have made to the public state: entries set or removed."""
-        shown, self._read_state = self._read_state, None
-        if shown is None:
+        read, self._read_state = self._read_state, None
+        if read is None:
             return
-        outer = optimizer.__dict__["state"]
-        for key in [key for key in outer if key not in shown]:
-            del outer[key]
-        outer.update({key: value for key, value in shown.items() if key not in self.parts})
+        state = optimizer.__dict__["state"]
+        for key in [key for key in state if key not in read]:
+            del state[key]
+        state.update({key: value for key, value in read.items() if key not in self.parts})
         for each in self.matrices:
-            entries = entries_of(shown.get(each.parameter, {}), each.matrix.label) if each.is_owned else {}
+            entries = entries_of(read.get(each.parameter, {}), each.matrix.label) if each.is_owned else {}
             if entries:
                 self.state[each.tensor] = entries
             else:
@@ -306,21 +306,19 @@ class WholeStep:
         """The state by parameter, with the same entries on all ranks: whole parameters have DTensors. All call it."""
         self.plan(optimizer)
         self._apply_user_changes(optimizer)
-        outer = {key: value for key, value in self.public_state(optimizer).items() if key not in self.parts}
+        public = {key: value for key, value in self.public_state(optimizer).items() if key not in self.parts}
         state_of: dict[torch.Tensor, State] = {}  # by the tensors of matrices
         for owner_group, members in _by_owner_group(self.matrices):
-            owned = {
-                number: self.state[each.tensor] for number, each in enumerate(members) if each.tensor in self.state
-            }
+            owned = {number: self.state[e.tensor] for number, e in enumerate(members) if e.tensor in self.state}
             owners = [each.owner for each in members]
             states = state_on_all_ranks(owner_group, self._lane(owner_group.device), owned, owners)
             state_of.update({members[number].tensor: state for number, state in states.items()})
         for parameter, parts in self.parts.items():
             entries = [(each.matrix.label, state_of[each.tensor]) for each in parts if each.tensor in state_of]
             if entries:
-                outer[parameter] = join_entries(entries)
-        order = [p for group in optimizer.param_groups for p in group["params"] if p in outer]
-        return {key: outer[key] for key in dict.fromkeys([*order, *outer])}
+                public[parameter] = join_entries(entries)
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in public]
+        return {key: public[key] for key in dict.fromkeys([*order, *public])}
 
     @contextmanager
     def split_entries(self, state: Mapping[Any, State]) -> Iterator[dict[Any, State]]:
