@@ -211,7 +211,7 @@ def write_file(
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """A context in which errors of writing name the file; those of a full disk name none."""
+    """A context in which an OSError names the file, also that of a full disk."""
     try:
         yield
     except OSError as error:

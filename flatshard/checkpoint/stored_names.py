@@ -261,7 +261,7 @@ class ConvertingReader(Reader):
 
 
 def convert_tensors(model: Any, files: TensorFiles) -> dict[str, _Recipe]:
-    """Rename the tensors in ``found`` to those of the model; returns recipes for tensors that are made of several.
+    """Rename the tensors in ``files`` to those of the model; returns recipes for tensors that are made of several.
 
     Changes nothing for a model that is not from Transformers or needs no conversion.
     """

@@ -75,7 +75,7 @@ def _lane(dtensor: DTensor) -> Lane:
 
 
 def _agree(dtensor: DTensor, value: Any, otherwise: str, wanted: Any = None) -> None:
-    """Raise on all ranks of the mesh unless ``found`` is the same on all of them and, if given, ``wanted``."""
+    """Raise on all ranks of the mesh unless ``value`` is the same on all of them and, if given, ``wanted``."""
     differs = Agreement(_lane(dtensor), [dtensor.device_mesh]).differs(digest(value), "a tensor")
     if differs or wanted not in (None, value):
         # It is Megatron-Core's exception too, for code that catches that one.

@@ -171,7 +171,7 @@ class LocalStep:
         others: Sequence[Sequence[Any]],
         base: Callable[[], Any],
     ) -> Any:
-        """Step flat parameters, each as a whole, in place of the parameters of the optimizer, and the ``others``."""
+        """Step flat parameters that are not streamed, and the ``others``, as the parameters of the optimizer."""
         groups = optimizer.param_groups
         tensors = [[each for each in params if not isinstance(each, DTensor)] for params in others]
         for each in flat_params:
