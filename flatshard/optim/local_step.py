@@ -165,16 +165,12 @@ class LocalStep:
         return result, ticket
 
     def _run_unstreamed(
-        self,
-        optimizer: Optimizer,
-        flat_params: Sequence[FlatParam],
-        others: Sequence[Sequence[Any]],
-        base: Callable[[], Any],
+        self, optimizer: Optimizer, flat: Sequence[FlatParam], others: Sequence[Sequence[Any]], base: Callable[[], Any]
     ) -> Any:
         """Step flat parameters that are not streamed, and the ``others``, as the parameters of the optimizer."""
         groups = optimizer.param_groups
         tensors = [[each for each in params if not isinstance(each, DTensor)] for params in others]
-        for each in flat_params:
+        for each in flat:
             tensors[each.number].append(each.tensor)
         # Parameters of tensor subclasses are stepped as they are, and fused kernels take no DTensors beside others.
         dtensors = [[each for each in params if isinstance(each, DTensor)] for params in others]
