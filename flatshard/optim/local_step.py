@@ -362,7 +362,7 @@ def early_optimizer(group: ParamGroup | None) -> Optimizer | None:
     return optimizer
 
 
-def stepped_early_by_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
+def stepped_by_others(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParamGroup]]:
     """Parameters of an optimizer that backwards step for another optimizer that has them too, and their groups.
 
     An optimizer that it wraps, as a `CombinedOptimizer` does, is no other one: it has the same parameter groups.

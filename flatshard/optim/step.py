@@ -25,14 +25,7 @@ from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOpt
 from flatshard.optim.clip import cut_axes
 from flatshard.optim.combined import CombinedOptimizer, run_closure
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import (
-    STEPPER,
-    LocalStep,
-    refuse_replaced,
-    stepped_early_by_others,
-    takeovers,
-    wrap_scalars,
-)
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_by_others, takeovers, wrap_scalars
 from flatshard.optim.unsharded import warn_of_unsharded
 from flatshard.optim.whole_step import CAPTURED, WholeStep
 
@@ -243,7 +236,7 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
         optimizer.state = state
     if scheduled:
         _torch.put_scheduler_patch(optimizer)
-    for _, group in stepped_early_by_others(optimizer):  # by an optimizer that this one replaces, and that still exists
+    for _, group in stepped_by_others(optimizer):  # by an optimizer that this one replaces, and that still exists
         group.gradients.on_final = None
     return optimizer
 
@@ -462,7 +455,7 @@ def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> N
 
 def _refuse_stepped(optimizer: Optimizer) -> None:
     """Raise if backwards step parameters of the optimizer for another one: their gradients are gone."""
-    for parameter, _ in stepped_early_by_others(optimizer):
+    for parameter, _ in stepped_by_others(optimizer):
         name, owner = parameter.__dict__.get(OWNER, ("a parameter", "the model"))
         raise RuntimeError(
             f"'{name}' of {owner} is stepped by the backward, for another optimizer that has in_backward=True, so this "
