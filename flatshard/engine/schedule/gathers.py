@@ -63,8 +63,11 @@ class Gathers:
             with self.pool.refresh_lane.entered((so_far,)):
                 pass
 
-    def launch(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit. No effect if it is already gathered."""
+    def launch(self, unit: Unit, is_prefetch: bool = False) -> None:
+        """Launch the all-gather of a unit. No effect if it is already gathered.
+
+        ``is_prefetch``: the running pass reaches the unit later.
+        """
         if self._program.announces and any(group.launches for group in unit.needs):
             self._announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self._program.is_profiled:
@@ -76,6 +79,8 @@ class Gathers:
             self._gather(unit)
         if unit.may_stay or unit.leases or self._program.running is not Pass.BACKWARD:
             unit.note_state()
+        if is_prefetch:
+            unit.leases[Lease.PREFETCH] = True
 
     def _gather(self, unit: Unit) -> None:
         self._program.gathered.append(unit.index)
@@ -95,11 +100,6 @@ class Gathers:
                 group.give_up()
             raise
 
-    def launch_early(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit that the running pass reaches later."""
-        self.launch(unit)
-        unit.leases[Lease.PREFETCH] = True
-
     def prefetch_instead(self, unit: Unit) -> None:
         """Prefetch the next units in place of ``unit``, which has been released."""
         if unit.intent.prefetch_in_backward is None:
@@ -115,7 +115,7 @@ class Gathers:
             for module in (ref() for ref in explicit):
                 other = None if module is None else unit_of(module)
                 if other is not None and not other.is_gathered and other.rows is None:
-                    self.launch_early(other)
+                    self.launch(other, is_prefetch=True)
             return
         room, bytes_ahead = most, self._policy.max_gathered_bytes
         for index in self._program.upcoming:
@@ -135,7 +135,7 @@ class Gathers:
                 continue  # a recompute has used it, or it needs no gather: this backward does not need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
-            self.launch_early(other)
+            self.launch(other, is_prefetch=True)
             room -= index not in self._apart
         if backward and self._keeps_for_next:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.

@@ -119,7 +119,7 @@ class OptionalRoot(Root):
                 continue
             if not over and backward and unit.is_ahead:
                 if not unit.is_gathered and unit.unshard_in_backward:
-                    self.gathers.launch_early(unit)
+                    self.gathers.launch(unit, is_prefetch=True)
                 continue
             while within and not program.is_inside(index, within[-1].index):
                 within.pop().passed_over()

@@ -42,7 +42,7 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
+        *("__weakref__", "_all", "_runs", "backward", "forward"),
         *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
     )
 
@@ -60,9 +60,8 @@ class Call:
         self.in_recompute = recompute  # it was made within a backward
         self.watches = True  # a backward will go through its graph
         self.backward = 0  # the number of the last backward that has reached an output
-        # For each module with inputs that need gradients: the graph node where these are complete.
-        self._nodes: list[weakref.ref[Run]] = []
-        self._over: set[int] = set()  # those that a backward has passed
+        # The runs whose inputs need gradients, and whether a backward has completed those.
+        self._runs: dict[weakref.ref[Run], bool] = {}
         self.blind = 0  # modules without such inputs: the end of their backward cannot be detected
         self.reading = 0  # of these, modules whose backward reads weights (not embeddings)
         self.passed = False  # a backward has gone through all of it, or never will
@@ -76,17 +75,17 @@ class Call:
     def await_again(self) -> None:
         """Another backward runs through the retained graph."""
         self.passed = False
-        self._over.clear()
+        self._runs = dict.fromkeys(self._runs, False)
 
-    def pass_inputs(self, number: int) -> None:
+    def pass_inputs(self, run: weakref.ref[Run]) -> None:
         """The gradients of a module's inputs are complete."""
-        self._over.add(number)
-        self.passed = len(self._over) == len(self._nodes) and not self.blind
+        self._runs[run] = True
+        self.passed = not self.blind and False not in self._runs.values()
 
     @property
     def has_read(self) -> bool:
         """Whether the backward has read all weights that it needs."""
-        return len(self._over) == len(self._nodes) and not self.reading
+        return not self.reading and False not in self._runs.values()
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
         """Within a backward, given by number: whether it will go through this call, as far as can be known.
@@ -97,32 +96,30 @@ class Call:
             return False
         if nested or self.backward == backward:
             return True
-        for number, ref in enumerate(self._nodes):
-            run = ref()
-            if run is not None and number not in self._over and _torch.will_be_executed(run.node):
+        for ref, is_over in self._runs.items():
+            run = None if is_over else ref()
+            if run is not None and _torch.will_be_executed(run.node):
                 return True
-        return not self._nodes
+        return not self._runs
 
     def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Arguments for a module, hooked so that `Unit.inputs_passed` runs; and whether any needs a gradient."""
         wanted = tensors_with_grad((args, kwargs) if kwargs else args)
         if not wanted:
             return args, kwargs, False
-        who = self.unit, weakref.ref(self), len(self._nodes)
+        which = weakref.ref(run)
+        who = self.unit, weakref.ref(self), which
         first = wanted[0]
         if not wanted[1:] and type(first) is torch.Tensor and first.layout is torch.strided:
             # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
             _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
-            run.node = passed[0].grad_fn
-            self._nodes.append(weakref.ref(run))
-            if args and args[0] is first and not args[1:]:
-                return passed, kwargs, True
         else:
             wanted = list({id(t): t for t in wanted}.values())
             passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
-            run.node = passed[0].grad_fn
-            self._nodes.append(weakref.ref(run))
+        run.node, self._runs[which] = passed[0].grad_fn, False
+        if args and args[0] is first and not args[1:] and not wanted[1:]:
+            return passed, kwargs, True
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
@@ -218,12 +215,14 @@ class _InputsPassed(torch.autograd.Function):
 
 
 @_torch.uncompiled
-def _inputs_passed(unit: Owner, call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None) -> None:
+def _inputs_passed(
+    unit: Owner, call: weakref.ref[Call], run: weakref.ref[Run], grad: torch.Tensor | None = None
+) -> None:
     found, of = unit(), call()
     if found is None:
         refuse_orphan()
     elif of is not None:
-        of.pass_inputs(number)
+        of.pass_inputs(run)
         found.inputs_passed()
 
 
