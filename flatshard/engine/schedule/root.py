@@ -180,7 +180,7 @@ class Root:
         self.entry = None
         for unit in self.units:
             if unit.phase is not Phase.RESTING or unit.is_unseen:
-                unit.forward_over(grads)
+                unit.end_forward(grads)
         self.gathers.release_prefetched()
         self._end_pass()
 
@@ -211,7 +211,7 @@ class Root:
         self.reduces.take_left(self.units)
         for unit in reversed(self.units):
             if not unit.is_at_rest:
-                unit.backward_over()
+                unit.end_backward()
         self.gathers.release_prefetched()
         self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))

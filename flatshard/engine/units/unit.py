@@ -25,7 +25,7 @@ from flatshard.engine.rows import Rows
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed
+from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, pre_backward_hook, watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -267,8 +267,8 @@ class Unit(FullWeights):
             if not watched and self._is_anchored:
                 args, kwargs, watched = call.watch_inputs(run, *anchored((args, kwargs), once=True))
             if not watched:
-                call.blind += 1
-                call.reading += which not in self.tables
+                call.unwatched += 1
+                call.unwatched_readers += which not in self.tables
             if self.nests or not watched:  # then every parameter has a hook too
                 for group in self.groups:
                     group.watch()
@@ -291,7 +291,7 @@ class Unit(FullWeights):
         which = id(module)
         run = call.running[which]
         if run.is_transformed:
-            output, grads = watch_transformed(functools.partial(gradient_at_output, call, run), output)
+            output, grads = watch_transformed(functools.partial(pre_backward_hook, call, run), output)
             with _torch.Untransformed():
                 self._end(which, call, grads)
             return output
@@ -397,17 +397,17 @@ class Unit(FullWeights):
                 self.release()
             root.gathers.prefetch_instead(self)
             root.unit_left(self)
-            self.rest()
+            self.reset_after_backward()
         else:
             for group in self.groups:
                 group.heed_requires_grad()  # as on ranks that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
 
-    def forward_over(self, grads: bool) -> None:
-        """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
+    def end_forward(self, grads: bool) -> None:
+        """The forward of the outermost unit has ended, and so has this unit's, even if a module of it has not run.
 
-        Without ``grads`` the forward has left no graph, so no recompute follows.
+        ``grads``: that forward has a graph, so a recompute may follow.
         """
         if self.phase is Phase.FORWARD:
             assert self.root is not None
@@ -455,7 +455,7 @@ class Unit(FullWeights):
                     return True
         return False
 
-    def gradient_at_output(self, call: Call) -> None:
+    def pre_backward(self, call: Call) -> None:
         """A gradient has reached an output: the weights are needed again."""
         root = self.root
         assert root is not None
@@ -508,8 +508,8 @@ class Unit(FullWeights):
         for group in self.groups:
             group.watch()
 
-    def inputs_passed(self) -> None:
-        """The gradients of one forward's inputs are complete, and so are those of its weights."""
+    def post_backward(self) -> None:
+        """The gradients of a forward's inputs are complete, and so are those of its weights."""
         root = self.root
         assert root is not None
         if self._has_calls_ahead():
@@ -526,18 +526,18 @@ class Unit(FullWeights):
                 self.release()
             root.gathers.prefetch_instead(self)
         root.unit_left(self)
-        self.rest()
+        self.reset_after_backward()
 
-    def backward_over(self) -> None:
-        """The whole backward has ended."""
+    def end_backward(self) -> None:
+        """The backward of the root has ended."""
         if _torch.in_backward():
             for call in (ref() for ref in self._calls):
                 if call is not None and self.root is not None and call.is_ahead(self.root.backwards, False):
                     call.passed = True
-        self.rest()
+        self.reset_after_backward()
 
-    def rest(self) -> None:
-        """The backward has left this unit: release its weights and reset its state."""
+    def reset_after_backward(self) -> None:
+        """Release the weights, unless a setting or a lease keeps them, and reset the state of the pass."""
         if self.phase is Phase.FORWARD:
             return  # a gradient was computed inside this unit's forward
         if Lease.GRAPH in self.leases:
@@ -604,7 +604,7 @@ class Unit(FullWeights):
             group.gradients.drop()
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
-        self.rest()
+        self.reset_after_backward()
         self.release(always=True)
 
     def reshard(self) -> None:

@@ -18,10 +18,10 @@ from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_with_g
 class Watcher(Protocol):
     """What a call notifies of the progress of a backward: a unit."""
 
-    def gradient_at_output(self, call: Call) -> None:
+    def pre_backward(self, call: Call) -> None:
         """A gradient has reached an output of a call."""
 
-    def inputs_passed(self) -> None:
+    def post_backward(self) -> None:
         """The gradients of one call's inputs are complete."""
 
 
@@ -43,7 +43,18 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "_all", "_runs", "backward", "forward"),
-        *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
+        *(
+            "unwatched",
+            "in_recompute",
+            "inner",
+            "left",
+            "outer",
+            "passed",
+            "unwatched_readers",
+            "running",
+            "unit",
+            "watches",
+        ),
     )
 
     def __init__(
@@ -62,9 +73,9 @@ class Call:
         self.backward = 0  # the number of the last backward that has reached an output
         # The runs whose inputs need gradients, and whether a backward has completed those.
         self._runs: dict[weakref.ref[Run], bool] = {}
-        self.blind = 0  # modules without such inputs: the end of their backward cannot be detected
-        self.reading = 0  # of these, modules whose backward reads weights (not embeddings)
-        self.passed = False  # a backward has gone through all of it, or never will
+        self.unwatched = 0  # modules without such inputs: the end of their backward cannot be detected
+        self.unwatched_readers = 0  # of these, modules whose backward reads weights (not embeddings)
+        self.passed = False  # its backward has ended, or will never come
 
     def goes_on_with(self, module: nn.Module) -> bool:
         """Whether a forward of a module of the unit that starts now is part of this call."""
@@ -77,15 +88,15 @@ class Call:
         self.passed = False
         self._runs = dict.fromkeys(self._runs, False)
 
-    def pass_inputs(self, run: weakref.ref[Run]) -> None:
+    def input_gradients_complete(self, run: weakref.ref[Run]) -> None:
         """The gradients of a module's inputs are complete."""
         self._runs[run] = True
-        self.passed = not self.blind and False not in self._runs.values()
+        self.passed = not self.unwatched and False not in self._runs.values()
 
     @property
     def has_read(self) -> bool:
         """Whether the backward has read all weights that it needs."""
-        return not self.reading and False not in self._runs.values()
+        return not self.unwatched_readers and False not in self._runs.values()
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
         """Within a backward, given by number: whether it will go through this call, as far as can be known.
@@ -103,7 +114,7 @@ class Call:
         return not self._runs
 
     def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """Arguments for a module, hooked so that `Unit.inputs_passed` runs; and whether any needs a gradient."""
+        """Arguments for a module, hooked so that `Unit.post_backward` runs; and whether any needs a gradient."""
         wanted = tensors_with_grad((args, kwargs) if kwargs else args)
         if not wanted:
             return args, kwargs, False
@@ -113,10 +124,10 @@ class Call:
         if not wanted[1:] and type(first) is torch.Tensor and first.layout is torch.strided:
             # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
             passed = (first.view_as(first),)
-            _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
+            _torch.hook_first(passed[0], functools.partial(_post_backward_hook, *who))
         else:
             wanted = list({id(t): t for t in wanted}.values())
-            passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
+            passed = _PostBackward.apply(who, *wanted)  # type: ignore[no-untyped-call]
         run.node, self._runs[which] = passed[0].grad_fn, False
         if args and args[0] is first and not args[1:] and not wanted[1:]:
             return passed, kwargs, True
@@ -125,12 +136,12 @@ class Call:
         return args, kwargs, True
 
     def watch_outputs(self, run: Run, output: Any) -> bool:
-        """Call `Unit.gradient_at_output` when a gradient reaches the output. Returns whether this can happen.
+        """Call `Unit.pre_backward` when a gradient reaches the output. Returns whether this can happen.
 
         An output may be that of a nested unit, or the input itself if a rank uses none of the unit. On all ranks, the
         backward must reach the output of this unit first, and nested units after it.
         """
-        hook = functools.partial(gradient_at_output, self, run)
+        hook = functools.partial(pre_backward_hook, self, run)
         wanted = tensors_with_grad(output)
         if not wanted and not isinstance(output, torch.Tensor):
             # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
@@ -199,7 +210,7 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-class _InputsPassed(torch.autograd.Function):
+class _PostBackward(torch.autograd.Function):
     """Identity; its backward runs when the gradients of its inputs are complete."""
 
     @staticmethod
@@ -210,33 +221,33 @@ class _InputsPassed(torch.autograd.Function):
     @staticmethod
     @_torch.uncompiled
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _inputs_passed(*ctx.who)
+        _post_backward_hook(*ctx.who)
         return (None, *grads)
 
 
 @_torch.uncompiled
-def _inputs_passed(
+def _post_backward_hook(
     unit: Owner, call: weakref.ref[Call], run: weakref.ref[Run], grad: torch.Tensor | None = None
 ) -> None:
     found, of = unit(), call()
     if found is None:
         refuse_orphan()
     elif of is not None:
-        of.pass_inputs(run)
-        found.inputs_passed()
+        of.input_gradients_complete(run)
+        found.post_backward()
 
 
 @_torch.uncompiled
-def gradient_at_output(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
+def pre_backward_hook(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
     """A hook on an output, which owns the call and the ``run`` of its module."""
     found = call.unit()
     if found is None:
         return
     if not _torch.transforming():
-        found.gradient_at_output(call)
+        found.pre_backward(call)
         return
     with _torch.Untransformed():
-        found.gradient_at_output(call)
+        found.pre_backward(call)
 
 
 class _OutputReached(torch.autograd.Function):
