@@ -127,10 +127,10 @@ class Reduces:
         if wait:
             self.join()
 
-    def is_awaited_elsewhere(self, group: ParamGroup) -> bool:
+    def is_awaited_by_other_roots(self, group: ParamGroup) -> bool:
         """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
         others = [unit for unit in group.units if unit.root is not self._root()] if group.borrowers else ()
-        return any(unit.is_awaited or not unit.intent.reduces for unit in others)
+        return any(unit.awaits_backward or not unit.intent.reduces for unit in others)
 
     def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:
         """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""
@@ -151,7 +151,7 @@ class Reduces:
 
     def _goal(self, unit: Unit, group: ParamGroup) -> Goal:
         """How far the gradients of a group are reduced now."""
-        if self.is_one_of_several and self.is_awaited_elsewhere(group):
+        if self.is_one_of_several and self.is_awaited_by_other_roots(group):
             return Goal.UNREDUCED
         return group.gradients.goal(unit.goal)
 

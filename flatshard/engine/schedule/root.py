@@ -179,7 +179,7 @@ class Root:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
         self.entry = None
         for unit in self.units:
-            if unit.phase is not Phase.RESTING or unit.is_unseen:
+            if unit.phase is not Phase.IDLE or unit.may_recompute:
                 unit.end_forward(grads)
         self.gathers.release_prefetched()
         self._end_pass()
@@ -237,7 +237,7 @@ class Root:
                     continue
                 if group.gradients.waiting:  # the caller is going to scale the gradients of this root's parameters
                     group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
-                if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
+                if group.gradients.has_partial and not self.reduces.is_awaited_by_other_roots(group):
                     other.reduce_accumulated()
 
     def recover(self) -> None:

@@ -31,7 +31,7 @@ def absorb(unit: Unit, ours: bool = False) -> None:
     Modules of a list are converted or loaded one by one. ``ours``: keep the parameter objects.
     """
     for group in unit.groups:
-        changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=ours)
+        changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=ours)
     for plain in unit.plain:
         plain.guard()
 
@@ -43,9 +43,9 @@ def absorb_moved(unit: Unit) -> None:
             if unit.is_written:
                 raise RuntimeError(f"unit '{unit.name}' is called within gathered(write=True); leave that first")
             group.release()  # it may have been gathered ahead
-            if not unit.is_awaited:
+            if not unit.awaits_backward:
                 _tie(unit, group)
-            changes.absorb(group, unit.is_awaited, root=_root(unit))
+            changes.absorb(group, unit.awaits_backward, root=_root(unit))
 
 
 def _tie(unit: Unit, group: ParamGroup) -> None:
@@ -98,7 +98,7 @@ def check_change(unit: Unit, change: Change) -> None:
     if unit.root is not None:
         unit.root.give_up_broken()  # the graph of a backward that raised may still exist, but awaits nothing
     for group in unit.groups:
-        changes.check_change(group, change, unit.is_awaited, _root(unit))
+        changes.check_change(group, change, unit.awaits_backward, _root(unit))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def written(unit: Unit) -> Iterator[None]:
     """
     if unit.root is not None:
         unit.root.give_up_broken()
-    if unit.phase is not Phase.RESTING or unit.is_awaited:
+    if unit.phase is not Phase.IDLE or unit.awaits_backward:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
             "run the backward first, or run the forward under torch.no_grad()"
@@ -170,7 +170,7 @@ def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.in_backward or not (unit.is_awaited or Lease.USER in unit.leases):
+    if unit.in_backward or not (unit.awaits_backward or Lease.USER in unit.leases):
         unit.reshard()
         return
     for group in unit.needs:
@@ -210,6 +210,6 @@ def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:
     absorb(unit, ours=True)
     for group, param, site in unit.borrowed:
         if site.look() is not param.sharded:
-            changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=True)
+            changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=True)
     for group in unit.groups:
         group.mark_stale()  # also within the micro-batches of a step

@@ -33,7 +33,7 @@ from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 class Phase(Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, and this is called at every step
 
-    RESTING = "resting"  # no pass is running through it; `is_awaited`: existing graphs may still need a backward
+    IDLE = "idle"  # no pass is running through it; a graph may still need a backward: `awaits_backward`
     FORWARD = "forward"
     BACKWARD = "backward"  # a gradient has reached an output
 
@@ -122,7 +122,7 @@ class Unit(FullWeights):
         self.choices: Any = None  # the arguments of the call, for copies
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
         self.number = next(_numbers)  # of the call in this process
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
         self.is_written = False  # the modules hold whole copies, for the user to write to
@@ -132,7 +132,7 @@ class Unit(FullWeights):
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
         self._calls: list[weakref.ref[Call]] = []  # that expect, or have had, their backward
-        self.is_unseen = False  # ran without gradients within a forward that has them: a recompute may follow
+        self.may_recompute = False  # ran without gradients within a forward that has them: a recompute may follow
         self._left_behind = LeftBehind()
         for index, group in enumerate(self.groups):
             group.owner = self._me
@@ -199,11 +199,11 @@ class Unit(FullWeights):
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has finished this unit, or has not reached it."""
-        if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
+        if self.phase is not Phase.IDLE or self.call is not None or self.may_recompute:
             return False
         for group in self.needs:
             if group.ticket is None:
-                return not self.is_awaited
+                return not self.awaits_backward
         return False
 
     @property
@@ -314,7 +314,7 @@ class Unit(FullWeights):
         run = call.running.pop(which)
         call.left.discard(which)
         if grads:
-            self._await(call)
+            self._expect_backward(call)
         if call.left and root.entry == self.index and self.index:
             call.left.clear()  # a module of a list, called alone: a loss by chunks, for example
         if call.left:
@@ -357,11 +357,11 @@ class Unit(FullWeights):
             self._after_exception(module, args, None)
 
     def _after_forward(self, root: RootProtocol, grads: bool) -> None:
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
-            grads = self.is_unseen = True  # reentrant checkpointing computes gradients in spite of no_grad
+            grads = self.may_recompute = True  # reentrant checkpointing computes gradients in spite of no_grad
         if not grads and self.reshard_after_forward is None:
             keep = False  # no backward needs it, and writes through `.data` could not be detected
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
@@ -412,14 +412,14 @@ class Unit(FullWeights):
         if self.phase is Phase.FORWARD:
             assert self.root is not None
             self.call = None
-            self._after_forward(self.root, self.is_awaited)
-        if self.is_unseen and not grads:
-            self.is_unseen = False
+            self._after_forward(self.root, self.awaits_backward)
+        if self.may_recompute and not grads:
+            self.may_recompute = False
             self.hide()
 
     # Backward
 
-    def _await(self, call: Call) -> None:
+    def _expect_backward(self, call: Call) -> None:
         """A backward through this call may come."""
         others = [ref for ref in self._calls if (known := ref()) is not None and known is not call and not known.passed]
         self._calls = [*others, weakref.ref(call)]
@@ -433,7 +433,7 @@ class Unit(FullWeights):
         return any(call and not call.in_recompute and not call.passed for call in (ref() for ref in self._calls))
 
     @property
-    def is_awaited(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether a backward of a forward is expected. A graph that has been freed has none."""
         for ref in self._calls:
             call = ref()
@@ -444,7 +444,7 @@ class Unit(FullWeights):
     @property
     def is_ahead(self) -> bool:
         """Within a backward: whether it will reach this unit, or reach it again."""
-        return self.is_unseen or self._has_calls_ahead()
+        return self.may_recompute or self._has_calls_ahead()
 
     def _has_calls_ahead(self) -> bool:
         for ref in self._calls:
@@ -465,14 +465,14 @@ class Unit(FullWeights):
                 root.goes_through(call.forward)
             call.backward = root.backwards
             if call.passed or not call.watches:
-                call.await_again()
-                self._await(call)
+                call.restart()
+                self._expect_backward(call)
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:
             self._refuse(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
-        self.is_unseen = False
+        self.may_recompute = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
         if not (self.intent.reduces or self.intent.reshard_after_backward or root.joins or self.shows_full):
@@ -554,8 +554,8 @@ class Unit(FullWeights):
                 if self.intent.reshard_after_backward:
                     self.hide()  # kept for the next micro-batch; in between, users see sharded parameters as usual
         self.call = None  # a recompute that stopped early, or that ran only some modules of a list
-        self.phase = Phase.RESTING
-        self.is_unseen = False
+        self.phase = Phase.IDLE
+        self.may_recompute = False
         for group in self.groups:
             if group.park_mesh is not None:
                 group.source.unpark()
@@ -580,7 +580,7 @@ class Unit(FullWeights):
 
     def recover(self, broken_backward: bool) -> None:
         """An exception interrupted a pass: release. Gradients of an interrupted backward are dropped."""
-        self.call, self.is_unseen = None, False
+        self.call, self.may_recompute = None, False
         root = self.root
         assert root is not None
         for call in (ref() for ref in self._calls):
@@ -589,7 +589,7 @@ class Unit(FullWeights):
         if broken_backward:
             for group in self.groups:
                 group.gradients.drop()
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         if Lease.USER not in self.leases:
             self.release(always=True)
         elif broken_backward:
@@ -603,7 +603,7 @@ class Unit(FullWeights):
         for group in self.groups:
             group.gradients.drop()
             group.gradients.drop_partial()
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.reset_after_backward()
         self.release(always=True)
 

@@ -83,7 +83,7 @@ class Call:
             return True  # some modules of a list have run, others have not
         return bool(self.running) and id(module) not in self.running
 
-    def await_again(self) -> None:
+    def restart(self) -> None:
         """Another backward runs through the retained graph."""
         self.passed = False
         self._runs = dict.fromkeys(self._runs, False)
