@@ -137,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.ask(reshard_after_forward=reshard_after_forward)
             for group in unit.groups:
-                group.park_mesh = None
+                group.post_forward_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: full parameters stay after backward, and the next forward uses them without a gather.

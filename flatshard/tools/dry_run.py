@@ -236,7 +236,7 @@ class _Group(ParamGroup):
         self.all_gather_comm = self._refreshed = None
         self.borrowers = []
         self.is_held = False
-        self.park_mesh = None
+        self.post_forward_mesh = None
 
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())

@@ -63,7 +63,7 @@ class ParamGroup:
         self.is_full = False  # the modules hold full parameters
         self.owner: weakref.ref[Any] | None = None  # a unit
         self.borrowers: list[weakref.ref[Any]] = []  # units whose modules share some of the parameters
-        self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
+        self.post_forward_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
         self.made_of: int | None = None  # the state of main at that start, if they may stay

@@ -286,9 +286,9 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
             if buffer is not None and buffer.device != choices.device and buffer.device.type != "meta":
                 module._buffers[name] = buffer.to(choices.device)
         _torch.mark_managed(module)
-    reshard, park = choices.reshard_after_forward, None
+    reshard, post_forward_mesh = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
-        reshard, park = True, _park_mesh(choices.mesh, reshard)
+        reshard, post_forward_mesh = True, _post_forward_mesh(choices.mesh, reshard)
     # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
@@ -307,8 +307,8 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     for each in unit.plain:
         each.place(device, precision.param_dtype)
     for group in groups:
-        if park is not None and group.mesh == choices.mesh and not group.is_extended:
-            group.park_mesh = park  # the others are gathered again from all
+        if post_forward_mesh is not None and group.mesh == choices.mesh and not group.is_extended:
+            group.post_forward_mesh = post_forward_mesh  # the others are gathered again from all
     if by_rows is not None:
         gradients = groups[0].gradients
         assert isinstance(gradients, RowGradients)
@@ -360,9 +360,9 @@ def _is_marked(named: Named) -> bool:
     return bool(parameter.__dict__.get(NO_SHARD)) or on_modules
 
 
-def _park_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+def _post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """Groups of ``size`` neighbours of the shard axis, as meshes of one axis; this rank's."""
-    known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_park_meshes", {})
+    known: dict[int, DeviceMesh] = mesh.__dict__.setdefault("_flatshard_post_forward_meshes", {})
     if size not in known:
         place = mesh.get_coordinate()
         assert place is not None

@@ -381,8 +381,8 @@ class Unit(FullWeights):
                 self.hide()  # an optimizer that is built now needs the sharded parameters
             return
         for group in self.groups if grads else ():
-            if group.park_mesh is not None and group.ticket is not None:
-                group.source.park(group.park_mesh)
+            if group.post_forward_mesh is not None and group.ticket is not None:
+                group.source.keep_post_forward_shard(group.post_forward_mesh)
         self.release()
 
     def passed_over(self) -> None:
@@ -557,8 +557,8 @@ class Unit(FullWeights):
         self.phase = Phase.IDLE
         self.may_recompute = False
         for group in self.groups:
-            if group.park_mesh is not None:
-                group.source.unpark()
+            if group.post_forward_mesh is not None:
+                group.source.drop_post_forward_shard()
 
     @property
     def _reshards_now(self) -> bool:

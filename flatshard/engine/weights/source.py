@@ -75,11 +75,11 @@ class Source:
         """A gather has raised: free what it has allocated."""
         self.release()
 
-    def park(self, mesh: DeviceMesh) -> None:
-        """Before a release after forward: keep this rank's shard on a smaller mesh, for the backward to gather."""
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        """Before the reshard after forward: copy this rank's shard on a smaller mesh, for the backward to gather."""
 
-    def unpark(self) -> None:
-        """The backward has ended."""
+    def drop_post_forward_shard(self) -> None:
+        """Free that shard: the backward has ended."""
 
     @property
     def launches(self) -> bool:
@@ -243,7 +243,7 @@ class Gathered(Source):
             self.host_copy = HostCopy(home, main, codec.dtype)
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
-        self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
+        self._post_forward: tuple[DBuffer, Ticket] | None = None  # this rank's shard on a smaller mesh, once copied
         self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
         self._is_sharded = not _everywhere(main.placements)
         travels = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
@@ -257,10 +257,10 @@ class Gathered(Source):
         if self._is_hollow:
             return Ticket()
         with lane.inside if refreshed is DONE else lane.entered((refreshed,)):
-            if self._parked is not None:
-                part, parked = self._parked
+            if self._post_forward is not None:
+                part, copied = self._post_forward
                 # The gathered buffer as the smaller mesh sees it.
-                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (parked,)
+                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (copied,)
                 ticket = seen.gather_in_place(part.placements, lane=lane, own=part, after=after, name=name, comm=comm)
             elif part is not None:
                 ticket = buffer.gather_in_place(part.placements, lane=lane, own=part, name=name, comm=comm)
@@ -324,24 +324,24 @@ class Gathered(Source):
         self.release()
 
     def mark_stale(self) -> None:
-        self._parked = None
+        self._post_forward = None
         if self.host_copy is not None:
             self.host_copy.mark_stale()
         if self.compute is not None:
             self.compute.is_stale = True
 
-    def park(self, mesh: DeviceMesh) -> None:
-        if self.buffer is None or self._parked is not None or not self._is_sharded:
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        if self.buffer is None or self._post_forward is not None or not self._is_sharded:
             return
         dtype, device = self._dtype, self._home.device
         part = DBuffer.zeros(self._main.layout, mesh, [Flat()], dtype=dtype, device=device)
         if part.runs():
             torch._foreach_copy_(part.runs(), self.buffer.runs(part.held))
         assert self._pool is not None
-        self._parked = part, self._pool.lane.mark()
+        self._post_forward = part, self._pool.lane.mark()
 
-    def unpark(self) -> None:
-        self._parked = None
+    def drop_post_forward_shard(self) -> None:
+        self._post_forward = None
 
 
 class FromBytes(Gathered):
@@ -361,7 +361,7 @@ class FromBytes(Gathered):
 
     @property
     def decodes(self) -> bool:
-        return self._parked is None and not self._is_hollow
+        return self._post_forward is None and not self._is_hollow
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         if not self.decodes:
@@ -391,9 +391,9 @@ class FromBytes(Gathered):
                 self._turned.fill(buffer)
         self._is_open = True
 
-    def park(self, mesh: DeviceMesh) -> None:
-        self.open()  # also on a rank that has passed the unit over: the others gather from its part
-        super().park(mesh)
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        self.open()  # also on a rank that has skipped the unit: the others gather from its shard
+        super().keep_post_forward_shard(mesh)
 
     def release(self) -> None:
         super().release()
