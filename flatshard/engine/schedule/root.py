@@ -399,12 +399,12 @@ class Root:
         """All gradients of a group have arrived."""
         self.reduces.group_complete(number)
 
-    def linger(self, unit: Unit, grads: bool) -> None:
-        """The forward of a unit that is not kept has ended."""
+    def reshard_later(self, unit: Unit, grads: bool) -> None:
+        """Reshard an optional unit after its forward."""
         unit.leave(keep=False, grads=grads)
 
-    def goes_through(self, forward: int) -> None:
-        """The running backward has reached a call in this forward, given by number; it may go through several."""
+    def check_forward(self, forward: int) -> None:
+        """The running backward has reached a call of this forward, given by number."""
 
     # Agreement
 

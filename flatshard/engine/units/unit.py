@@ -79,9 +79,9 @@ class RootProtocol(Protocol):
     def end_forward(self, grads: bool) -> None: ...
     def begin_backward(self) -> None: ...
     def need(self, unit: Unit, gather: bool = True) -> None: ...
-    def linger(self, unit: Unit, grads: bool) -> None: ...
+    def reshard_later(self, unit: Unit, grads: bool) -> None: ...
     def retain(self, unit: Unit) -> None: ...
-    def goes_through(self, forward: int) -> None: ...
+    def check_forward(self, forward: int) -> None: ...
     def unit_left(self, unit: Unit) -> None: ...
     def group_complete(self, number: int) -> None: ...
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
@@ -365,7 +365,7 @@ class Unit(FullWeights):
         if not grads and self.reshard_after_forward is None:
             keep = False  # no backward needs it, and writes through `.data` could not be detected
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
-            root.linger(self, grads)
+            root.reshard_later(self, grads)
         else:
             self.leave(keep, grads)
         if outermost:
@@ -385,8 +385,8 @@ class Unit(FullWeights):
                 group.source.keep_post_forward_shard(group.post_forward_mesh)
         self.release()
 
-    def passed_over(self) -> None:
-        """The units nested in this skipped unit have been skipped too: release it, and reduce it in a backward."""
+    def end_skipped(self) -> None:
+        """The running pass has skipped this unit and those nested in it: release it, and reduce it in a backward."""
         root = self.root
         assert root is not None
         for group in self.needs:
@@ -462,7 +462,7 @@ class Unit(FullWeights):
         root.begin_backward()
         if call.backward != root.backwards:
             if root.has_optional and not call.in_recompute:
-                root.goes_through(call.forward)
+                root.check_forward(call.forward)
             call.backward = root.backwards
             if call.passed or not call.watches:
                 call.restart()
