@@ -170,8 +170,8 @@ class Recording:
             raise ValueError("a recording needs at least two optimizer steps: the start of the first is not recorded")
         start, stop = bounds[0][0], bounds[-1][1]
 
-        def span(begin: float, end: float, **told: Any) -> dict[str, Any]:
-            return {**told, "begin": begin - start, "end": end - start}
+        def span(begin: float, end: float, **fields: Any) -> dict[str, Any]:
+            return {**fields, "begin": begin - start, "end": end - start}
 
         waits = [replace(wait, begin=self.seconds(wait.begin), end=self.seconds(wait.end)) for wait in self.waits]
         waits = [wait for wait in waits if start <= wait.begin < stop]

@@ -144,7 +144,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     add_rules()
     watch_steps()
     unit = build_unit(modules, choices, find_root)
-    unit.ask(refuses_meta=installed.refuses_meta)
+    unit.configure(refuses_meta=installed.refuses_meta)
     unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))

@@ -190,9 +190,9 @@ def _captured(
         root.reset()
     if not isinstance(error, RuntimeError):
         raise error
-    told = str(error).partition("\n")[0]
+    cause = str(error).partition("\n")[0]
     raise RuntimeError(
-        f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
+        f"the step cannot be captured: {cause}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
         "condition on a tensor), synchronize, or read a random state. The model has been reset"
     ) from error
 
@@ -342,8 +342,10 @@ def _start_anew(root: Root) -> list[MainGrads]:
 def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
-            told = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(f"a captured step takes tensors on a GPU, not {told}; let the function close over the rest")
+            found = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise TypeError(
+                f"a captured step takes tensors on a GPU, not {found}; let the function close over the rest"
+            )
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -160,15 +160,15 @@ def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
 def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     """Apply the settings of a unit to its copy."""
     intent, made = unit.intent, new[id(unit)]
-    told = dict(vars(intent))
+    settings = dict(vars(intent))
     for name in ("prefetch_in_forward", "prefetch_in_backward"):
-        if told[name] is not None:
-            others = [unit_of(module) for ref in told[name] if (module := ref()) is not None]
-            told[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
-    made.ask(**told)
+        if settings[name] is not None:
+            others = [unit_of(module) for ref in settings[name] if (module := ref()) is not None]
+            settings[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
+    made.configure(**settings)
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)
         mine.source.keeps_storage = theirs.source.keeps_storage
         given = theirs.gradients
-        mine.gradients.ask(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)
+        mine.gradients.configure(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)

@@ -163,9 +163,9 @@ class Rows:
     ) -> tuple[list[int], list[int]]:
         theirs = torch.empty_like(counts)
         lane.all_to_all(among, theirs, counts, [], [], after=(lane.mark(),), name=name).wait()
-        told = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
-        self._check_ends(told[:2], name)
-        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
+        numbers = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
+        self._check_ends(numbers[:2], name)
+        return numbers[2 : 2 + len(counts)], numbers[2 + len(counts) :]
 
     def _check_ends(self, tokens: Sequence[int], name: str) -> None:
         for token in tokens:
@@ -313,10 +313,12 @@ class RowStage(Stage):
         self.padding: int | None = None
         self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
 
-    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(
+        self, inputs: Tensors, out: DBuffer, reduction: Reduction, after: Tickets = (), then: Action = None
+    ) -> Ticket:
         if inputs:
-            return super().launch(inputs, out, of, after, then)
-        lane = of.pool.lane
+            return super().launch(inputs, out, reduction, after, then)
+        lane = reduction.pool.lane
         group = self._among(lane)
         waiting, self.waiting = self.waiting, []
         width = out.layout.slots[0].shape[1]
@@ -327,10 +329,10 @@ class RowStage(Stage):
                 sent = _added(grad, look_up.seats, sum(look_up.asked))
                 got = sent.new_empty(sum(look_up.served), width)
                 splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
-                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=of.name))
+                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=reduction.name))
                 received.append(got)
-                of.held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
-        factor = self.before / group.size() if of.op == "avg" else self.before
+                reduction.held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
+        factor = self.before / group.size() if reduction.op == "avg" else self.before
 
         def add() -> None:
             for ticket in tickets:

@@ -89,15 +89,15 @@ class Gradients:
         self.direct: Direct | None = None  # set: kernels may write gradients themselves
         self.set_dtypes(policy, compute, formats)
 
-    def ask(self, **told: object) -> None:
+    def configure(self, **settings: object) -> None:
         """Replace settings of the reduces, given as attributes."""
-        self.__dict__.update(told)
+        self.__dict__.update(settings)
         self._derive()
 
     def take_settings(self, other: Gradients) -> None:
         """Copy the settings of the object that this one replaces."""
         names = ("on_arrival", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
-        self.ask(**{name: getattr(other, name) for name in names})
+        self.configure(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
         self.main_grads.take_settings(other.main_grads)
 
@@ -107,7 +107,7 @@ class Gradients:
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
         self._rests_in = policy.resting_of(self.grad_dtype, self.reduce_dtype)
         self._stages = self._plan(formats)
-        # Elements behind reduced gradients, for what is told of uses.
+        # Elements behind reduced gradients, for the uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
         self._derive()
         known: MainGrads | None = self.__dict__.get("main_grads")
@@ -223,7 +223,7 @@ class Gradients:
         """Where a kernel may write the gradient of a full parameter. With ``clear`` it is zero if it is vacant."""
         if self._unreduced is not None:
             return self._unreduced.local_view(index)
-        return self.kernels.view(index, clear, self._unwritten)
+        return self.kernels.view(index, clear, self._kernel_buffer)
 
     def is_vacant(self, index: int) -> bool:
         """Whether no gradient has been written to that place yet."""
@@ -243,13 +243,13 @@ class Gradients:
     def _drop_written(self) -> None:
         self.direct = None if self.direct is None else Direct()
 
-    def goal(self, asked: Goal) -> Goal:
-        """How far the gradients of this group are reduced for this request."""
-        if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
+    def goal(self, goal: Goal) -> Goal:
+        """How far the gradients of this group are reduced for the ``goal`` of its unit."""
+        if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
             return Goal.FINAL  # nothing rests on the way
-        if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
+        if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
             return Goal.UNREDUCED  # the innermost axis rests unreduced, so all of it does
-        return asked
+        return goal
 
     def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         """Start to reduce gradients that have arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
@@ -289,7 +289,7 @@ class Gradients:
         self._drop_written()
         return left
 
-    def _unwritten(self) -> DBuffer:
+    def _kernel_buffer(self) -> DBuffer:
         """A buffer for unreduced gradients; it is zero where none will be written."""
         numel = self.layout.buffer_numel(self.layout.num_shards)
         full = numel == sum(slot.numel for slot in self.layout.slots)
@@ -317,7 +317,7 @@ class Gradients:
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
-            reduction.ticket = self._rested = self._through(stages, inputs, target, reduction, write)
+            reduction.ticket = self._rested = self._run_stages(stages, inputs, target, reduction, write)
         self._resting = resting  # once something is on its way there
         reduction.held.append(target.local)
 
@@ -327,17 +327,17 @@ class Gradients:
         pool, lane = reduction.pool, reduction.pool.lane
         had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane, is_last)
-        used, factor, asked, on_host = sorted(self._used), self._factor, list[int](), self.home.host
-        # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
-        # without elements are not communicated at all.
+        used, factor, unused, on_host = sorted(self._used), self._factor, list[int](), self.home.host
+        # Send which params this rank has used, unless all ranks know it: a group of one param is reduced only if all
+        # ranks have used it, and params without elements are not communicated.
         if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
-            reduction.uses = self._uses.given(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
-            reduction.parameters = self._uses.count
+            reduction.uses = self._uses.flags(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
+            reduction.num_params = self._uses.count
             if len(used) < self.expected:
-                asked = self._unknown(had_grad, {*changed, *finished})
+                unused = self._unused(had_grad, {*changed, *finished})
         result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
-        # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
-        is_final = is_last and not (finished or asked or self.main_grads.open)
+        # Otherwise, hooks of users and the question which parameters other ranks have used come before the step.
+        is_final = is_last and not (finished or unused or self.main_grads.undecided)
         stays = on_host and fresh and is_final and self.main_grads.may_stay_on_device(result)
         kept = self._buffer(self.main.placements, result, self._empty) if stays else None
         with lane.following():
@@ -351,13 +351,13 @@ class Gradients:
                 reduction.held.append(target.local)
             # What is done to the result, in the order of the lane.
             then: list[Callable[[], None]] = []
-            noted: torch.Tensor | None = None
-            if asked:  # a copy: the next reduce overwrites the counts
-                noted = self._empty(len(self.params), result)
-                then.append(functools.partial(reduction.note_uses, noted))
+            counts: torch.Tensor | None = None
+            if unused:  # a copy: the next reduce overwrites the counts
+                counts = self._empty(len(self.params), result)
+                then.append(functools.partial(reduction.copy_uses, counts))
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
-            hooked = functools.partial(self._used_of, used, asked, noted)
+            hooked = functools.partial(self._used_of, used, unused, counts)
             if changed:
                 of_these = functools.partial(hooked, changed)
                 then.append(functools.partial(change_gradients, self.params, of_these, target, factor))
@@ -366,9 +366,9 @@ class Gradients:
                 then.append(functools.partial(_add_or_write, target, target, True, factor))  # before it is cast
             elif not on_host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
+            ticket = self._run_stages(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
             if is_final:
-                reduction.on_final, reduction.of = self.on_final, self
+                reduction.on_final, reduction.gradients = self.on_final, self
             if on_host and fresh:
                 write = functools.partial(self.home.write, target, lane, main_grad)
                 reduced = Reduced(target, self.grad_dtype, write, stays)
@@ -385,10 +385,10 @@ class Gradients:
         self.main_grads.show(reduction.shown)
         if finished:
             reduction.then = functools.partial(self._finish, functools.partial(hooked, finished))
-        if noted is not None:
-            self.main_grads.open.update(asked)
-            answer = functools.partial(self._uses.answer, noted, asked)
-            reduction.asks = functools.partial(self.main_grads.close, asked, answer)
+        if counts is not None:
+            self.main_grads.undecided.update(unused)
+            used_by_any = functools.partial(self._uses.used_by_any, counts, unused)
+            reduction.resolve_uses = functools.partial(self.main_grads.decide, unused, used_by_any)
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
@@ -401,10 +401,10 @@ class Gradients:
 
     # Which params ranks have used
 
-    def _unknown(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
-        """The params that this rank has not used, and that have no gradient yet from another rank.
+    def _unused(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
+        """The params that this rank has not used, and that have no gradient yet, or have hooks.
 
-        Also those with hooks, which are called if another rank has used them in this backward.
+        Hooks are called if another rank has used their param in this backward.
         """
         return [
             index
@@ -413,16 +413,16 @@ class Gradients:
         ]
 
     def _used_of(
-        self, used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None, hooked: Sequence[int]
+        self, used: Sequence[int], unused: Sequence[int], counts: torch.Tensor | None, hooked: Sequence[int]
     ) -> list[int]:
-        """Of params with hooks, those that any rank has used."""
+        """The params with hooks that any rank has used."""
         known = set(used)
-        if any(index in asked for index in hooked):
-            assert noted is not None
-            known.update(self._uses.answer(noted, asked))
+        if any(index in unused for index in hooked):
+            assert counts is not None
+            known.update(self._uses.used_by_any(counts, unused))
         return [index for index in hooked if index in known]
 
-    def _through(
+    def _run_stages(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
     ) -> Ticket:
         """Reduce full-size runs through some stages into ``target`` and call ``then``, inside the lane.

@@ -67,8 +67,8 @@ class MainGrads:
         self.shown: list[DTensor] = []
         self.on_device: Reduced | None = None  # the values, until they are read; the buffer has none then
         self.in_flight = 0  # reduces that write here
-        # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
-        self.open: Counter[int] = Counter()
+        # Params that this rank has not used, while it does not know whether another rank has.
+        self.undecided: Counter[int] = Counter()
         self.is_decoupled = False
         self.kept: list[torch.Tensor | None] | None = None
         self._numel, self._has_gaps = main.local.numel(), has_gaps(main)
@@ -86,7 +86,7 @@ class MainGrads:
         """
         if always and self.buffer is None:
             self._give_back()
-        if self.buffer is None or self.in_flight or self.open or (self._accumulates and not always):
+        if self.buffer is None or self.in_flight or self.undecided or (self._accumulates and not always):
             return
         if self.kept is not None and any(grad is not None for grad in self.kept):
             return
@@ -134,7 +134,7 @@ class MainGrads:
         A buffer that further backwards add to gets memory of its own: in that of the activations it would split a
         segment which the next forward needs whole.
         """
-        any_had, buffer = bool(had_grad or self.open), self.buffer
+        any_had, buffer = bool(had_grad or self.undecided), self.buffer
         self._accumulates = any_had
         if any_had:
             self.bring()
@@ -146,7 +146,7 @@ class MainGrads:
             return buffer, True, []
         with _torch.PlainAttributes():
             others = [i for i in range(len(self.params)) if self._grad(i) is not self.shown[i]]
-        others = [i for i in others if i not in self.open] if self.open else others
+        others = [i for i in others if i not in self.undecided] if self.undecided else others
         return buffer, False, self._bring(others, buffer, lane) if others else []
 
     def hide(self) -> None:
@@ -207,10 +207,10 @@ class MainGrads:
                 if self._grad(index) is self.shown[index]:
                     self._set(index, None)
 
-    def close(self, asked: Sequence[int], answer: Callable[[], Sequence[int]]) -> None:
-        """After the reduce has been waited for: set the gradients of open params that some rank has used."""
-        used = answer()
-        self.open -= Counter(asked)
+    def decide(self, unused: Sequence[int], used_by_any: Callable[[], Sequence[int]]) -> None:
+        """After the reduce has been waited for: set the gradients of undecided params that some rank has used."""
+        used = used_by_any()
+        self.undecided -= Counter(unused)
         with _torch.PlainAttributes():
             wanted = [index for index in used if self._grad(index) is None]
         self.show(wanted)

@@ -23,18 +23,18 @@ class EarlySteps:
     def add(self, reduction: Reduction, most: int) -> None:
         """A reduce is over, and its gradients are complete. All that wait may take ``most`` bytes."""
         assert reduction.on_final is not None
-        numbytes = reduction.of.main_grads.live_bytes
-        self.waiting.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
-        self.run(-1 if reduction.of.is_streamed else most)
+        numbytes = reduction.gradients.main_grads.live_bytes
+        self.waiting.append((reduction.gradients, numbytes, reduction.ticket, reduction.on_final))
+        self.run(-1 if reduction.gradients.is_streamed else most)
 
     def add_on_host(self, reduction: Reduction) -> None:
         """The same for gradients that belong in host memory: step or leave them on the device, or copy them."""
         assert reduction.reduced is not None
-        stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
+        stepped = None if reduction.on_final is None else reduction.on_final([reduction.gradients], reduction.reduced)
         if stepped is not None:
             self.running.append(stepped)
         elif reduction.reduced.stays:
-            reduction.of.main_grads.leave_on_device(reduction.reduced)
+            reduction.gradients.main_grads.leave_on_device(reduction.reduced)
         else:
             reduction.reduced.bring().wait()
 

@@ -29,7 +29,9 @@ class Reduces:
     ) -> None:
         self.pool = pool
         self.in_flight: deque[Reduction] = deque()
-        self._asking: list[Callable[[], None]] = []  # those that are over, to be asked which parameters ranks have used
+        self._unresolved: list[
+            Callable[[], None]
+        ] = []  # those that are over, to be asked which parameters ranks have used
         self.steps = EarlySteps()
         self._largest = -1  # of the reduces of this backward, in bytes; -1: not known yet
         self.launched = 0
@@ -56,10 +58,10 @@ class Reduces:
     def resolve(self, units: Sequence[Unit]) -> None:
         """Combine the settings of all units for reduces: the highest limit; separate groups if any unit has them."""
         intents = [unit.intent for unit in units]
-        highest = max((asked.max_reducing for asked in intents if asked.max_reducing is not None), default=None)
+        highest = max((intent.max_reducing for intent in intents if intent.max_reducing is not None), default=None)
         self._most = self._policy.max_reducing if highest is None else highest
-        told = [asked.separate_groups for asked in intents if asked.separate_groups is not None]
-        chosen, lane = any(told) if told else self._policy.separate_groups, self.pool.lane
+        choices = [intent.separate_groups for intent in intents if intent.separate_groups is not None]
+        chosen, lane = any(choices) if choices else self._policy.separate_groups, self.pool.lane
         lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
         self.tell_lane()
 
@@ -208,7 +210,7 @@ class Reduces:
 
     def leave(self, *_: object) -> None:
         """A backward has ended, or has raised, before its reduces: the next use of a gradient joins them."""
-        if self.in_flight or self._asking or self.steps.running:
+        if self.in_flight or self._unresolved or self.steps.running:
             _unjoined.add(self)
             _torch.on_grad_read(join_reduces)
 
@@ -223,10 +225,10 @@ class Reduces:
     def join(self) -> None:
         """The same, before gradients are read: find out which gradients exist on all ranks."""
         self.land()
-        self._ask()
+        self._resolve_uses()
 
-    def _ask(self) -> None:
-        asking, self._asking = self._asking, []
+    def _resolve_uses(self) -> None:
+        asking, self._unresolved = self._unresolved, []
         for ask in asking:
             ask()
 
@@ -246,8 +248,8 @@ class Reduces:
         else:
             with recording.around("reduce", reduction.name, self._root()):
                 reduction.wait()
-        if reduction.asks is not None:
-            self._asking.append(reduction.asks)
+        if reduction.resolve_uses is not None:
+            self._unresolved.append(reduction.resolve_uses)
         if reduction.then is not None:
             with self._without_later_gradients(reduction):
                 reduction.then()
@@ -267,7 +269,7 @@ class Reduces:
         """
         is_left = self in _unjoined
         _unjoined.discard(self)  # what is seen is complete; a join would bring gradients that are concealed
-        self._ask()
+        self._resolve_uses()
         self.steps.run()  # the hooks may take gradients that wait for their step
         for other in self.in_flight:  # of the same group, it may still add to what they see
             other.ticket.wait()

@@ -412,7 +412,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     of_rows, own = RowGradients if choices.rows else Gradients, params[0][1].dtype
     group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
     group.initial, group.keeps_dtype, group.own_grad_dtype = initial, kind.keeps_dtype, kind.grad_dtype
-    group.gradients.ask(scale=kind.scale)
+    group.gradients.configure(scale=kind.scale)
     # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)

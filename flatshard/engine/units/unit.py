@@ -150,7 +150,7 @@ class Unit(FullWeights):
         self.stays_for_backward = False  # only if `reshard_after_forward` is "auto"
         self.derive()
 
-    def ask(self, **changes: Any) -> None:
+    def configure(self, **changes: Any) -> None:
         """Replace these fields of the unit's `Intent`."""
         self.intent = replace(self.intent, **changes)
         self.derive()

@@ -96,10 +96,10 @@ class Formats:
 
     def reduce_coder(self, axis: int, dtype: torch.dtype) -> Coder:
         """For gradients; ``dtype`` is that of unencoded tensors."""
-        encoded, tells = self.encoded, len(self.encoded) > 1  # which of them ranks have used
+        encoded, with_uses = self.encoded, len(self.encoded) > 1
         if self.reduces[axis] != "int8":
             encoded, dtype = tuple(False for _ in encoded), torch.bfloat16
-        return _coder(wire_of(self.layout, encoded, self.block, dtype.itemsize, tells), "int8", dtype)
+        return _coder(wire_of(self.layout, encoded, self.block, dtype.itemsize, with_uses), "int8", dtype)
 
 
 @lru_cache(maxsize=1024)
