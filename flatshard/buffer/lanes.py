@@ -278,7 +278,7 @@ class Lane:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self.finish(group, "all_to_all", name, input.nbytes, works)
 
-    def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
+    def max_over_ranks(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The elementwise maximum of the ranks' numbers over all ranks of these meshes, on each of them.
 
         Blocks. It runs the same collectives per axis whatever the numbers are, and does not count as a launch.

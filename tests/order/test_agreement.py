@@ -179,7 +179,7 @@ def _exchanges(rank, world):
     """How many numbers the ranks exchange, each time, before the first launch."""
     count = []
     model = shard(make())
-    with mock.patch.object(Lane, "most", autospec=True, side_effect=Lane.most) as most:
+    with mock.patch.object(Lane, "max_over_ranks", autospec=True, side_effect=Lane.max_over_ranks) as most:
         model.unshard()
         count = [len(call.args[2]) for call in most.call_args_list]
     return count, sum(len(group.params) for _, unit in units_below(model) for group in unit.groups)

@@ -55,7 +55,7 @@ class Agreement:
 
     def differs(self, number: int, about: str) -> bool:
         """Whether the ranks have different numbers."""
-        lowest, highest = self._lane.most(self._meshes, [-number, number], about)
+        lowest, highest = self._lane.max_over_ranks(self._meshes, [-number, number], about)
         return -lowest != highest
 
     def check(self, lines: Sequence[str], about: str) -> str | None:
@@ -75,7 +75,7 @@ class Agreement:
         for each in held:
             numbers += [each.sum, -each.sum] if each.has_part else [_NONE, _NONE]
             numbers.append(int(each.is_changed))
-        highest = self._lane.most(self._meshes, numbers, about)
+        highest = self._lane.max_over_ranks(self._meshes, numbers, about)
         places = zip(highest[::3], highest[1::3], highest[2::3])
         return [at for at, (most, least, changed) in enumerate(places) if not changed and _NONE < most != -least]
 
@@ -87,12 +87,12 @@ class Agreement:
         return first, -self._most(-rank if value != theirs else _NONE, about)
 
     def _most(self, number: int, about: str) -> int:
-        return self._lane.most(self._meshes, [number], about)[0]
+        return self._lane.max_over_ranks(self._meshes, [number], about)[0]
 
     def _text_of(self, rank: int, text: str, about: str) -> str:
         """The text of one rank, on all of them."""
         data = (text if dist.get_rank() == rank else "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-        return bytes(self._lane.most(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
+        return bytes(self._lane.max_over_ranks(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
 
 
 class Announcer:

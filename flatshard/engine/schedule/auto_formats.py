@@ -51,7 +51,7 @@ class AutoFormats:
             self._stop()
         exposed = self._recording.gather_waits(self._first, root)
         mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
-        found = root.gathers.lane.most(root.meshes, mine, "the choice of gather formats")
+        found = root.gathers.lane.max_over_ranks(root.meshes, mine, "the choice of gather formats")
         for unit, nanoseconds in zip(root.units, found):
             if unit.policy.gather_format == "auto":
                 weights = sum(group.layout.payload for group in unit.groups if any(group.formats.encoded))
