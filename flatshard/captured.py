@@ -121,7 +121,7 @@ class Captured:
         movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
         pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
         with _quiet(roots) as lasting, ExitStack() as stack:
-            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]
+            memory = [stack.enter_context(pool.keeping_memory()) for pool in pools.values()]
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:

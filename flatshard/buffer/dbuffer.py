@@ -196,7 +196,7 @@ class DBuffer:
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:
-                ticket = gather.launch_now(name) if lane.convoy is None else gather.launch(name)
+                ticket = gather.launch_now(name) if lane.coalescing is None else gather.launch(name)
                 continue
             with lane.entered(after if number == 0 else (ticket,)):
                 ticket = gather.launch(name)

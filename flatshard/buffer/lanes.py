@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
-from flatshard.buffer.groups import IMAGINED, own_group
+from flatshard.buffer.groups import WITHOUT_PEERS, own_group
 from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.loop import CALL_LIMIT
@@ -88,14 +88,14 @@ class Lane:
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups or patience is not None
-        # Axes of meshes along which other lanes communicate too; along others no group of its own is needed. None: all.
-        self.beside: frozenset[tuple[DeviceMesh, int]] | None = None
+        # With `own_groups`: the axes of meshes along which other lanes communicate too. None: all may be.
+        self.shared_axes: frozenset[tuple[DeviceMesh, int]] | None = None
         self._patience = patience
         self.inside = _Inside(self.stream)
-        self.convoy: CoalescedGather | None = None  # while gathers are held back
+        self.coalescing: CoalescedGather | None = None  # while it defers gathers
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self.size_of: Callable[[ProcessGroup], int] = functools.cache(lambda group: group.size())
-        # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
+        # The name of the backend in a group for tensors of this device; and the entry of a group in the flight record.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._group_record = functools.cache(lambda group: _group_record(name, group))
         self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups that need no backend
@@ -106,7 +106,7 @@ class Lane:
         With ``own_groups``, the first call for an axis creates the group and is collective among its ranks. All lanes
         of one name share it.
         """
-        own = self.own_groups and (self.beside is None or (mesh, axis) in self.beside)
+        own = self.own_groups and (self.shared_axes is None or (mesh, axis) in self.shared_axes)
         key = (mesh, axis, own)
         if key not in self._groups:
             made = mesh.get_group(axis)
@@ -165,7 +165,7 @@ class Lane:
                 action()
 
             return Ticket(then=in_order)
-        if self.convoy is not None and self.convoy.follow(ticket, action):
+        if self.coalescing is not None and self.coalescing.follow(ticket, action):
             return ticket
         with self.entered((ticket,)):
             action()
@@ -220,7 +220,7 @@ class Lane:
             works, unpack = collectives.reduce_by(comm, group, outputs, inputs, op, self.stream is None)
             then = collectives.one_after_other(unpack, then)
         elif self.size_of(group) == 1 or not inputs:
-            works = collectives.copied(outputs, inputs)
+            works = collectives.copy_locally(outputs, inputs)
         elif group in self.peers:
             self.peers[group].reduce(outputs, inputs, collectives.REDUCTIONS[op])
             works = []
@@ -246,7 +246,7 @@ class Lane:
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
             return self.finish(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
 
-    def greet(self, groups: Sequence[ProcessGroup]) -> None:
+    def init_communicators(self, groups: Sequence[ProcessGroup]) -> None:
         """Run one collective in each group, also in groups of one rank: NCCL creates communicators at first use."""
         with self.entered():
             for group in groups:
@@ -269,11 +269,11 @@ class Lane:
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             if group.size() == 1:
-                works = collectives.copied([out], [inp])
+                works = collectives.copy_locally([out], [inp])
             elif self.stream is not None and self.backend_in(group) == "gloo":  # which reads CUDA memory as the host's
                 back = torch.empty(out.shape, dtype=out.dtype)
                 _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
-                works = collectives.copied([out], [back])
+                works = collectives.copy_locally([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
             return self.finish(group, "all_to_all", name, input.nbytes, works)
@@ -344,7 +344,7 @@ def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
 def watch_over(device: torch.device) -> bool:
     """Whether there are other ranks. If so, start the alarm among them."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1 or _torch.backend_name(world, device) in IMAGINED:
+    if world is None or world.size() == 1 or _torch.backend_name(world, device) in WITHOUT_PEERS:
         return False
     if _torch.backend_name(world, device) == _IN_THREADS:
         return True  # a process has one alarm and one flight record: ranks of it would write over each other's

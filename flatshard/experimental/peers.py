@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.buffer.groups import IMAGINED
+from flatshard.buffer.groups import WITHOUT_PEERS
 
 _ALIGN = 16  # bytes
 _GRANULE = 2 << 20
@@ -54,7 +54,7 @@ def see_peers(lane: Lane, groups: Sequence[ProcessGroup]) -> bool:
     assert lane.stream is not None
     others = [group for group in groups if group.size() > 1]
     for group in others:
-        if lane.backend_in(group) not in IMAGINED:
+        if lane.backend_in(group) not in WITHOUT_PEERS:
             mine = torch.tensor([_node_number(), _device_number(lane.device)], device=lane.device)
             all_of = mine.new_empty(2 * group.size())  # flat, because Gloo requires as many dims as the input has
             lane.all_gather(group, [all_of], [mine], after=(lane.mark(),), name="nodes").wait()

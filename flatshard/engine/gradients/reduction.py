@@ -134,7 +134,7 @@ class Stage:
         return [*inputs, uses], [*outputs, reduction.uses]
 
     def _among(self, lane: Lane) -> ProcessGroup:
-        now = lane, lane.own_groups, lane.beside
+        now = lane, lane.own_groups, lane.shared_axes
         if self._group is None or self._group[0] != now:
             self._group = now, lane.group(self._mesh, self._axis)
         return self._group[1]

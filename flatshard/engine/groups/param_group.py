@@ -221,8 +221,8 @@ class ParamGroup:
         """The step counted last has written compute weights in host memory wherever it has changed main."""
         known, now = self._renewed, self.state
         is_only = known is not None and known + 1 == now  # nothing else has changed main
-        copied = self.source.host_copy
-        if copied is not None and copied.note_step() and is_only:
+        host_copy = self.source.host_copy
+        if host_copy is not None and host_copy.note_step() and is_only:
             self._refreshed = now
 
     def hold(self, pool: Pool, name: str) -> None:
@@ -269,8 +269,8 @@ class ParamGroup:
             stays = lasting or self.source.keeps_storage
             self.ticket = self.source.gather(pool, name, stays, self.all_gather_comm)
         except BaseException:
-            if pool.lane.convoy is not None:
-                pool.lane.convoy.disband()  # it was to arrive in memory that is given back next
+            if pool.lane.coalescing is not None:
+                pool.lane.coalescing.drop()  # deferred gathers would write to memory that is freed next
             self.source.give_up()
             raise
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer import Lane
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.values import Held, spread
+from flatshard.engine.parameters.values import Checksum, scrambled
 from flatshard.engine.program import Program
 from flatshard.engine.units.unit import Unit
 from flatshard.policy import SchedulePolicy
@@ -64,12 +64,12 @@ class Agreement:
             return None
         mine = [*lines, *["nothing more"] * (self._most(len(lines), about) - len(lines))]
         digests = [digest(line) for line in mine]
-        at = self.different_values([Held(each, has_part=True, is_changed=False) for each in digests], about)[0]
+        at = self.different_values([Checksum(each, has_part=True, is_changed=False) for each in digests], about)[0]
         first, other = self.odd_one(digests[at], about)
         texts = [self._text_of(rank, mine[at], about) for rank in (first, other)]
         return f"rank {first}: {texts[0]}; rank {other}: {texts[1]}"
 
-    def different_values(self, held: Sequence[Held], about: str) -> list[int]:
+    def different_values(self, held: Sequence[Checksum], about: str) -> list[int]:
         """The indices of values that differ between ranks that hold parts, except those that some rank has changed."""
         numbers = []
         for each in held:
@@ -220,13 +220,13 @@ def _full_name(unit: Unit, param: ShardedParam) -> str:
     return f"{unit.name}.{param.name}" if unit.index else param.name
 
 
-def _held(group: ParamGroup) -> list[Held]:
+def _held(group: ParamGroup) -> list[Checksum]:
     """Per parameter. ``initial`` is given up: what is written from now on was not sharded."""
     initial, group.initial = group.initial, None
     if initial is None:  # on this rank; others may have had values
-        return [Held(0, False, True)] * len(group.params)
+        return [Checksum(0, False, True)] * len(group.params)
     device = initial.full[0].device
     sums = [*initial.full, *initial.parts, *initial.of_parts(group.main)]
     full, before, now = torch.stack([each.to(device) for each in sums]).view(3, -1)
     has_part = [group.main.local_view(index).numel() > 0 for index in range(len(group.params))]
-    return [Held(*each) for each in zip(spread(full).tolist(), has_part, (before != now).tolist())]
+    return [Checksum(*each) for each in zip(scrambled(full).tolist(), has_part, (before != now).tolist())]

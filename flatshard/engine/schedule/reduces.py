@@ -63,11 +63,11 @@ class Reduces:
         choices = [intent.separate_groups for intent in intents if intent.separate_groups is not None]
         chosen, lane = any(choices) if choices else self._policy.separate_groups, self.pool.lane
         lane.own_groups = SEPARATE_GROUPS or self._has_optional if chosen is None else chosen
-        self.tell_lane()
+        self.share_axes()
 
-    def tell_lane(self) -> None:
+    def share_axes(self) -> None:
         """Pass the axes that weights are gathered over to the lane, in addition to those of models that share it."""
-        self.pool.lane.beside = (self.pool.lane.beside or frozenset()) | self._gathered
+        self.pool.lane.shared_axes = (self.pool.lane.shared_axes or frozenset()) | self._gathered
 
     # Turns
 

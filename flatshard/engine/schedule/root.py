@@ -105,7 +105,7 @@ class Root:
             unit.free()
         self.gathers.share(other.gathers)
         self.reduces.pool = other.reduces.pool
-        self.reduces.tell_lane()
+        self.reduces.share_axes()
 
     # Passes
 

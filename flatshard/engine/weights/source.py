@@ -114,13 +114,13 @@ class _Turned:
         self._flat: dict[int, torch.Tensor] = {}
         self._pool: Pool | None = None
 
-    def allocate(self, pool: Pool, here: bool = False) -> None:
-        """``here``: the current stream is to fill them, and not the lane."""
+    def allocate(self, pool: Pool, for_current_stream: bool = False) -> None:
+        """``for_current_stream``: the current stream fills them, not the lane."""
         self._pool = pool
         for index in self._layout.turned:
             if index not in self._flat:
                 self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
-            pool.allocate(self._flat[index], here=here)
+            pool.allocate(self._flat[index], for_current_stream=for_current_stream)
 
     def view(self, index: int) -> torch.Tensor:
         return self._flat[index].view(self._layout.slots[index].shape)
@@ -280,14 +280,14 @@ class Gathered(Source):
     def launches(self) -> bool:
         return self.compute is not None or self._is_sharded
 
-    def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
-        """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""
+    def _allocated(self, pool: Pool, lasting: bool, for_current_stream: bool = False) -> DBuffer:
+        """The buffer of full weights, with storage. ``for_current_stream``: that stream writes it, not the lane."""
         buffer = self.buffer
         if buffer is None:
             buffer = self.buffer = self._unallocated(self._main.layout, self._dtype, pool)
-        pool.allocate(buffer.local, lasting, here)
+        pool.allocate(buffer.local, lasting, for_current_stream)
         if self._turned is not None:
-            self._turned.allocate(pool, here)
+            self._turned.allocate(pool, for_current_stream)
         return buffer
 
     def _unallocated(self, layout: Layout, dtype: torch.dtype, pool: Pool) -> DBuffer:
@@ -384,7 +384,7 @@ class FromBytes(Gathered):
         assert pool is not None
         assert wire is not None
         with lasting_tensors() if torch.is_inference_mode_enabled() else nullcontext():
-            buffer = self._allocated(pool, self._lasting, here=True)
+            buffer = self._allocated(pool, self._lasting, for_current_stream=True)
             self._blocks.decode(wire, buffer)
             pool.release(wire.local)
             if self._turned is not None:
