@@ -120,7 +120,7 @@ class Root:
         if self.program.running is not None:
             self.recover()
         if self.reduces.steps.running:
-            self.reduces.land()
+            self.reduces.wait_for_all()
         self.count_step()
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
             self._auto = None
@@ -197,7 +197,7 @@ class Root:
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
         end = _End(self)
-        self._end = weakref.ref(end, self.reduces.leave)
+        self._end = weakref.ref(end, self.reduces.join_later)
         _torch.at_end_of_backward(end)
 
     @property
@@ -208,7 +208,7 @@ class Root:
     def end_backward(self) -> None:
         """All gradients have been computed: reduce the remaining groups, wait for all reduces, and reset the units."""
         self._end = None
-        self.reduces.take_left(self.units)
+        self.reduces.reduce_remaining(self.units)
         for unit in reversed(self.units):
             if not unit.is_at_rest:
                 unit.end_backward()
@@ -243,7 +243,7 @@ class Root:
     def recover(self) -> None:
         """Drop the running pass, which an exception interrupted. Gradients of earlier micro-batches are kept."""
         broken = self.program.running is Pass.BACKWARD
-        self.reduces.leave_steps()
+        self.reduces.drop_steps()
         self.reduces.join()
         for unit in self.units:
             unit.recover(broken)
@@ -305,7 +305,7 @@ class Root:
                 self.gathers.launch(unit)
         self.gathers.prefetch(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
-            self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
+            self.reduces.wait_for_all()  # gradients of the last micro-batch must not add to the peak of activations
 
     def _drop_outdated(self, unit: Unit) -> None:
         """The running forward has written main since this unit was gathered: a momentum encoder, a step within it."""
@@ -393,7 +393,7 @@ class Root:
         self.program.left.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
-        self.reduces.take_due()
+        self.reduces.reduce_due()
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
