@@ -335,7 +335,7 @@ def _start_anew(root: Root) -> list[MainGrads]:
     for group in groups:
         group.source.mark_stale()
     lasting = [group.gradients.main_grads for group in groups if group.gradients.main_grads.buffer is not None]
-    root.rest_gradients(always=True)
+    root.free_cleared_gradients(always=True)
     return [grads for grads in lasting if grads.buffer is None]
 
 

@@ -91,7 +91,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
         async_op = _arguments.flag("async_op", async_op)
-        _root(self).gather_apart(units)
+        _root(self).gather_outside_pass(units)
         for unit in units:
             unit.keep()
         handle = UnshardHandle(units)
@@ -190,9 +190,9 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad.zero_()
             if set_to_none:
                 with _torch.PlainAttributes():
-                    group.gradients.main_grads.rest()
+                    group.gradients.main_grads.free_cleared()
         for root in _roots(self, True) if set_to_none else ():
-            root.rest_gradients()
+            root.free_cleared_gradients()
 
     def sync_gradients(self, wait: bool = True) -> None:
         """Finish the reduction of all gradients of the units below, as the backward of the last micro-batch does.
@@ -235,7 +235,7 @@ class FSDPModule(TorchFSDPModule):
 
         Call it on the root before a forward. It takes precedence over `set_is_last_backward`.
         """
-        root = _outermost("set_manual_backward_finalization", self)
+        root = _root_at("set_manual_backward_finalization", self)
         enabled = _arguments.flag("enabled", enabled)
         if enabled != root.finalizes_by_hand and _torch.in_backward():
             raise RuntimeError(
@@ -253,7 +253,7 @@ class FSDPModule(TorchFSDPModule):
         async_op = _arguments.flag("async_op", async_op)
         if root_of(_unit(self)) is None:
             return GradientReductionHandle(None) if async_op else None
-        root = _outermost("finalize_backward", self)
+        root = _root_at("finalize_backward", self)
         if not root.finalizes_by_hand:
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before the forward")
         if _torch.in_backward():
@@ -448,7 +448,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """`reset`, which also drops ``.grad`` of all parameters of units. It must be called on the root."""
-        _outermost("reset_iter_state", self).reset()
+        _root_at("reset_iter_state", self).reset()
         for group in _groups(self, True):
             for parameter in (member.sharded for member in group.params):
                 parameter.grad = None
@@ -576,7 +576,7 @@ def _root(module: Any) -> Root:
     return find_root(_unit(module), module)
 
 
-def _outermost(method: str, module: Any) -> Root:
+def _root_at(method: str, module: Any) -> Root:
     """The root of a module that is to be the outermost unit."""
     unit, root = _unit(module), _root(module)
     if root.units[0] is not unit:

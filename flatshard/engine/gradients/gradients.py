@@ -397,7 +397,7 @@ class Gradients:
         """Call post-accumulate hooks. They may step an optimizer and set gradients to None: their memory is freed."""
         call_finished(self.params, hooked)
         with _torch.PlainAttributes():
-            self.main_grads.rest()
+            self.main_grads.free_cleared()
 
     # Which params ranks have used
 

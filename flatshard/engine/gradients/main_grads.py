@@ -51,8 +51,9 @@ class Reduced:
 class MainGrads:
     """One buffer with the layout of main, and a DTensor over it for each param.
 
-    They are created for each step. Once ``.grad`` of all parameters is None, `rest` drops them, and the next backward
-    creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or replaced.
+    They are created for each step. Once ``.grad`` of all parameters is None, `free_cleared` drops them, and the next
+    backward creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or
+    replaced.
 
     Decoupled gradients are set as ``decoupled_grad`` instead of ``.grad``. Between `hide` and `unhide` parameters have
     no gradients: they are ``kept`` in this object.
@@ -77,11 +78,11 @@ class MainGrads:
         self._accumulates = False  # the last backward added to what was there
         self._is_new = False  # nothing has been reduced into the buffer yet
 
-    def rest(self, always: bool = False) -> None:
-        """Drop gradients that `zero_grad` has set to None.
+    def free_cleared(self, always: bool = False) -> None:
+        """Free the buffer if `zero_grad` has set all gradients to None.
 
-        If steps have several backwards, they are kept for the next backward unless ``always``: their memory is needed
-        in all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
+        If steps have several backwards, it is kept for the next backward unless ``always``: its memory is needed in
+        all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
         `_torch.PlainAttributes`, because it reads every parameter.
         """
         if always and self.buffer is None:

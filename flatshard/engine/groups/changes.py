@@ -269,7 +269,7 @@ def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours:
         grad = parameter.grad
         if kept is not parameter:
             kept.grad = None
-        if not _torch.lie_over(kept, fresh):
+        if not _torch.replace_local(kept, fresh):
             _become(kept, fresh, grad)
         elif grad is not None and kept.grad is not grad:
             _torch.allow_grad_of(kept, grad.dtype)

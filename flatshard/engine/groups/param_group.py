@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
-from flatshard.engine.gradients.direct import destine
+from flatshard.engine.gradients.direct import add_main_grad
 from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
@@ -66,13 +66,13 @@ class ParamGroup:
         self.post_forward_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its start to the release
-        self.made_of: int | None = None  # the state of main at that start, if they may stay
+        self.gathered_from: int | None = None  # the state of main at its start, if the weights may stay
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
-        self._refreshed: int | None = None  # to this state of main, by hand
-        self._renewed: int | None = None  # its state when compute weights in host memory were made
+        self._refreshed: int | None = None  # the state of main that compute weights are known to have
+        self._renewed: int | None = None  # the state of main in the last `renew`, if it is in host memory
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, own
-        self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
+        self.made_for = self.own, params[0].sharded.requires_grad  # of the originals, whatever has changed since
         self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
         self._marks = list(marks)
         self.set_main(main)
@@ -80,7 +80,7 @@ class ParamGroup:
     def set_main(self, main: DBuffer) -> None:
         """Use ``main``, which holds the sharded parameters, as the main buffer, and derive all else from it."""
         known: Gradients | None = self.__dict__.get("gradients")
-        self.own = self.own if main.dtype == self.main.dtype else main.dtype
+        self.own = self.own if main.dtype == self.main.dtype else main.dtype  # the model was cast
         self.main = main
         self.is_away = main.device.type not in ("meta", "cpu" if self.home.host else self.home.device.type)
         self._set_codec()
@@ -143,7 +143,7 @@ class ParamGroup:
         self.source: Source
         if self.is_extended:
             given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
-            each = [(Composed if p.made_of else Extension)(p, i, *given) for i, p in enumerate(self.params)]
+            each = [(Composed if p.structure else Extension)(p, i, *given) for i, p in enumerate(self.params)]
             self.source = Decoded(each, self.mesh)
         else:
             self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
@@ -185,7 +185,7 @@ class ParamGroup:
 
     @property
     def arriving_bytes(self) -> int:
-        """As `gathered_bytes`, from the launch of an all-gather until its result is needed, and decoded."""
+        """As `gathered_bytes`, from the launch of an all-gather until its result is decoded."""
         if isinstance(self.codec, Blocks) and self.source.decodes:
             return self.codec.layout.buffer_numel(self.layout.num_shards)
         return self.gathered_bytes
@@ -208,17 +208,17 @@ class ParamGroup:
             self.ticket = None
 
     def renew(self) -> None:
-        """A pass starts that must use the current values of main."""
+        """The next pass uses the current values of main: mark compute weights stale unless they are up to date."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
         self._renewed = self.state if self.home.host else None
 
     def forget(self) -> None:
-        """Main may have changed in a way that `state` does not show."""
+        """Main may have changed in a way that `state` does not show: the next `renew` marks compute weights stale."""
         self._refreshed = self._renewed = None
 
     def note_step(self) -> None:
-        """The step counted last has written compute weights in host memory wherever it has changed main."""
+        """The last optimizer step has also written the cast weights in host memory, so they may be up to date."""
         known, now = self._renewed, self.state
         is_only = known is not None and known + 1 == now  # nothing else has changed main
         host_copy = self.source.host_copy
@@ -264,27 +264,27 @@ class ParamGroup:
                 f"parameter '{self.params[0].name}' was moved to {self.main.device}; move the model back to "
                 f"{self.home.device.type} before you use it"
             )
-        self.made_of = None
+        self.gathered_from = None
         try:
             stays = lasting or self.source.keeps_storage
             self.ticket = self.source.gather(pool, name, stays, self.all_gather_comm)
         except BaseException:
             if pool.lane.coalescing is not None:
                 pool.lane.coalescing.drop()  # deferred gathers would write to memory that is freed next
-            self.source.give_up()
+            self.source.cancel()
             raise
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """The all-gather of its unit has raised: free its memory, and drop deferred launches."""
         if self.ticket is not None:
             self.release()
-            self.source.give_up()
+            self.source.cancel()
         self.mark_stale()
 
-    def heed_requires_grad(self) -> None:
-        """Expect gradients of the parameters that now require them, although this rank runs no forward with them."""
+    def update_requires_grad(self) -> None:
+        """Expect gradients of the parameters that require them now, although this rank runs no forward with them."""
         if self.is_full:
-            return  # it counts when the sharded parameters are shown again
+            return  # `swap` updates it
         for param in self.params:
             if param.full is not None:
                 param.full.requires_grad = param.sharded.requires_grad
@@ -355,19 +355,19 @@ class ParamGroup:
         self._watched = False
         self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
         if self.gradients.direct is not None:
-            self._destine()
+            self._add_main_grads()
 
     def offer_main_grads(self) -> None:
         """Let kernels write the gradients of the full parameters themselves."""
         if self.gradients.direct is None and self.main.dtype.is_floating_point and not self.is_extended:
             self.gradients.direct = Direct()
-            self._destine()
+            self._add_main_grads()
 
-    def _destine(self) -> None:
+    def _add_main_grads(self) -> None:
         for index, param in enumerate(self.params):
             # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
             if type(param.full) is nn.Parameter and index not in self.layout.turned:
-                destine(param.full, self.gradients, index)
+                add_main_grad(param.full, self.gradients, index)
 
     def watch(self) -> None:
         """Detect when all gradients have arrived: a hook on every full parameter, including frozen ones."""

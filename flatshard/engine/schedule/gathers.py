@@ -78,7 +78,7 @@ class Gathers:
         else:
             self._gather(unit)
         if unit.may_stay or unit.leases or self._program.running is not Pass.BACKWARD:
-            unit.note_state()
+            unit.record_main_state()
         if is_prefetch:
             unit.leases[Lease.PREFETCH] = True
 
@@ -97,7 +97,7 @@ class Gathers:
                     group.gather(self.pool, unit.name, lasting)
         except BaseException:
             for group in absent:
-                group.give_up()
+                group.cancel()
             raise
 
     def prefetch_instead(self, unit: Unit) -> None:

@@ -70,7 +70,7 @@ class OptionalRoot(Root):
             self._skip(inside, over=True)
         super().unit_left(unit)
 
-    def retain(self, unit: Unit) -> None:
+    def keep_recomputed(self, unit: Unit) -> None:
         """The last unit depends on what a rank uses, so all units of a recomputed segment stay."""
 
     def check_forward(self, forward: int) -> None:

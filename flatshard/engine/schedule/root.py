@@ -130,7 +130,7 @@ class Root:
         self.forwards += 1
         if _ran is not None:
             _ran.add(self)
-        self.rest_gradients()
+        self.free_cleared_gradients()
         grads, copies = torch.is_grad_enabled(), list[HostCopy]()
         for unit in self.units:
             if unit.leases and unit.keeps():
@@ -165,7 +165,7 @@ class Root:
         """Do not count optimizer steps since the last count: they were captured."""
         self._taken = steps.taken()
 
-    def rest_gradients(self, always: bool = False) -> None:
+    def free_cleared_gradients(self, always: bool = False) -> None:
         """Free the storage of gradients that `zero_grad` has set to None."""
         always = always or not torch.is_grad_enabled()
         with _torch.PlainAttributes():
@@ -173,7 +173,7 @@ class Root:
                 for group in unit.groups:
                     grads = group.gradients.main_grads
                     if always or grads.buffer is not None:
-                        grads.rest(always)
+                        grads.free_cleared(always)
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
@@ -188,7 +188,7 @@ class Root:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
         if self._end is not None and self._end() is not None:
             return
-        self.give_up_broken()  # and no forward has been since
+        self.recover_if_broken()  # and no forward has been since
         self.backwards += 1
         self.task = _torch.graph_task()
         _refuse_backward_of_two(self)
@@ -255,7 +255,7 @@ class Root:
         """Whether an exception has interrupted the last backward, and it has not been recovered from."""
         return self._end is not None and self._end() is None
 
-    def give_up_broken(self) -> None:
+    def recover_if_broken(self) -> None:
         """Recover if an exception has interrupted the last pass and it was not noticed."""
         if self.is_broken or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
@@ -316,7 +316,7 @@ class Root:
                     group.renew()
         self.gathers.refresh_order()
 
-    def gather_apart(self, units: Sequence[Unit]) -> None:
+    def gather_outside_pass(self, units: Sequence[Unit]) -> None:
         """Launch the all-gathers of units outside of any pass. Their leases determine how long they stay gathered."""
         self.agree()
         for unit in units:
@@ -374,14 +374,14 @@ class Root:
         return self._auto is None
 
     def _check_rest(self, method: str) -> None:
-        self.give_up_broken()
+        self.recover_if_broken()
         if self.program.running is not None:
             raise RuntimeError(
                 f"{method} was called during a {self.program.running.value}; call it between passes or, if an "
                 "exception interrupted that pass, after reset() on the root module"
             )
 
-    def retain(self, unit: Unit) -> None:
+    def keep_recomputed(self, unit: Unit) -> None:
         """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
         earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)

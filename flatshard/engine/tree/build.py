@@ -454,19 +454,19 @@ def _shard_extended(named: list[Named], layout: Layout, kind: Kind, choices: Cho
     with torch.no_grad():
         for index, (tensor, (_, parameter, _)) in enumerate(zip(whole, named)):
             tensor = tensor if tensor.is_meta or tensor.device == home.device else tensor.to(home.device)
-            made_of = None
+            structure_and_cut = None
             if not parameter.requires_grad and getattr(tensor, "fsdp_pre_all_gather", None) is None:
                 structure = Structure.of(tensor)
-                made_of = structure, [structure.has_rows(leaf) for leaf in structure.leaves(tensor)]
+                structure_and_cut = structure, [structure.has_rows(leaf) for leaf in structure.leaves(tensor)]
                 rows = layout.rows(layout.slots[index], main.held.first, main.held.count)[1]
                 local = structure.mapped(tensor, functools.partial(main.rows_of, index), rows)
             else:
                 local = main.rows_of(index, tensor).clone(memory_format=torch.contiguous_format)
-            structures.append(made_of)
+            structures.append(structure_and_cut)
             locals_.append(local.cpu() if home.host and not local.is_meta else local)
     params = make_params(main, named, choices.where.axes, locals_)
-    for param, made_of in zip(params, structures):
-        param.made_of = made_of
+    for param, structure_and_cut in zip(params, structures):
+        param.structure = structure_and_cut
     return main, params, None
 
 

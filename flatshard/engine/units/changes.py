@@ -96,7 +96,7 @@ def _params(unit: Unit) -> Iterator[ShardedParam]:
 def check_change(unit: Unit, change: Change) -> None:
     """Raise if this change of all parameters could not be adopted."""
     if unit.root is not None:
-        unit.root.give_up_broken()  # the graph of a backward that raised may still exist, but awaits nothing
+        unit.root.recover_if_broken()  # the graph of a backward that raised may still exist, but awaits nothing
     for group in unit.groups:
         changes.check_change(group, change, unit.awaits_backward, _root(unit))
 
@@ -120,7 +120,7 @@ def written(unit: Unit) -> Iterator[None]:
     Entering is a collective call.
     """
     if unit.root is not None:
-        unit.root.give_up_broken()
+        unit.root.recover_if_broken()
     if unit.phase is not Phase.IDLE or unit.awaits_backward:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
@@ -188,7 +188,7 @@ def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], pref
 
 def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     if unit.root is not None:
-        unit.root.give_up_broken()  # whose backward may step weights on a thread
+        unit.root.recover_if_broken()  # whose backward may step weights on a thread
     unit.reshard()
     absorb(unit)  # what the user has put there before; what comes now is not the user's
     _cut_whole(unit, module, state, prefix)

@@ -48,20 +48,20 @@ class FullWeights:
     def keep(self) -> None:
         """Keep the gathered weights for the next pass, which uses them if main has not changed."""
         self.leases[Lease.NEXT] = True
-        self.note_state()
+        self.record_main_state()
 
-    def note_state(self) -> None:
-        """Record the state of main from which the weights were gathered: hooks may write main during a pass."""
+    def record_main_state(self) -> None:
+        """Record the state of main from which the weights are gathered: hooks may write main during a pass."""
         for group in self.needs:
-            if group.made_of is None:
-                group.made_of = group.state
+            if group.gathered_from is None:
+                group.gathered_from = group.state
 
     @property
     def is_outdated(self) -> bool:
         """Whether main has changed since weights were gathered that no pass uses yet."""
         for group in self.needs:
             waits = group.ticket is not None and not group.is_full and not group.is_held
-            if waits and group.made_of != group.state:
+            if waits and group.gathered_from != group.state:
                 return True
         return False
 
@@ -71,7 +71,7 @@ class FullWeights:
             return False
         if self.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
             return False
-        if any(group.made_of != group.state for group in self.needs):
+        if any(group.gathered_from != group.state for group in self.needs):
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 

@@ -25,7 +25,7 @@ from flatshard.engine.rows import Rows
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, pre_backward_hook, watch_transformed
+from flatshard.engine.watch.calls import Call, Run, StoredTensors, anchored, pre_backward_hook, watch_transformed
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -80,12 +80,12 @@ class RootProtocol(Protocol):
     def begin_backward(self) -> None: ...
     def need(self, unit: Unit, gather: bool = True) -> None: ...
     def reshard_later(self, unit: Unit, grads: bool) -> None: ...
-    def retain(self, unit: Unit) -> None: ...
+    def keep_recomputed(self, unit: Unit) -> None: ...
     def check_forward(self, forward: int) -> None: ...
     def unit_left(self, unit: Unit) -> None: ...
     def group_complete(self, number: int) -> None: ...
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
-    def give_up_broken(self) -> None: ...
+    def recover_if_broken(self) -> None: ...
     @property
     def is_broken(self) -> bool: ...
     # fmt: on
@@ -133,7 +133,7 @@ class Unit(FullWeights):
         self._me = weakref.ref(self)
         self._calls: list[weakref.ref[Call]] = []  # that expect, or have had, their backward
         self.may_recompute = False  # ran without gradients within a forward that has them: a recompute may follow
-        self._left_behind = LeftBehind()
+        self._stored_tensors = StoredTensors()
         for index, group in enumerate(self.groups):
             group.owner = self._me
             group.gradients.on_arrival = functools.partial(_gradient_arrives, self._me, index)
@@ -302,8 +302,8 @@ class Unit(FullWeights):
                 output = anchored(output)
                 grads = call.watch_outputs(run, output)
             grads = grads and call.watches
-        if grads and self._left_behind.places != []:
-            self._left_behind.watch(call, run, self.modules, self.nests)
+        if grads and self._stored_tensors.places != []:
+            self._stored_tensors.watch(call, run, self.modules, self.nests)
         self._end(which, call, grads)
         return output
 
@@ -323,7 +323,7 @@ class Unit(FullWeights):
         if not run.is_recompute:
             self._after_forward(root, grads)
         elif not self.in_backward:
-            root.retain(self)
+            root.keep_recomputed(self)
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -400,7 +400,7 @@ class Unit(FullWeights):
             self.reset_after_backward()
         else:
             for group in self.groups:
-                group.heed_requires_grad()  # as on ranks that use it
+                group.update_requires_grad()  # as on ranks that use it
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
 

@@ -161,7 +161,7 @@ class Run:
         self.node: Any = None  # the graph node where the gradients of its inputs are complete, if watched
 
 
-class LeftBehind:
+class StoredTensors:
     """Tensors that forwards store on the modules of a unit, such as an auxiliary loss: hooked like outputs.
 
     A forward that stores such tensors always does, so only the first one is searched.

@@ -183,8 +183,8 @@ class Composed(Extension):
 
     def __init__(self, param: ShardedParam, *others: Any) -> None:
         super().__init__(param, *others)
-        assert param.made_of is not None
-        self._structure, self._cut = param.made_of
+        assert param.structure is not None
+        self._structure, self._cut = param.structure
 
     def encode(self) -> list[torch.Tensor]:
         leaves = zip(self._structure.leaves(self._on_device()), self._cut)
@@ -199,7 +199,7 @@ class Composed(Extension):
             left, local = iter(self._owned), self._local
             leaves = zip(self._structure.leaves(local), self._cut)
             whole = (next(left) if cut else leaf.to(self._device, copy=True) for leaf, cut in leaves)
-            self.made = self._structure.made_of(whole)
+            self.made = self._structure.build(whole)
             return
         for owned, part in zip(self._owned, parts):
             owned.untyped_storage().resize_(owned.numel() * owned.element_size())

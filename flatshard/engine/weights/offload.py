@@ -15,7 +15,7 @@ from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
 _PIECE = 1 << 24  # elements that are cast at a time: the device needs room for no more
-_GLANCE = 2e-4  # seconds between two looks at the bus
+_POLL_INTERVAL = 2e-4  # seconds between two looks at the bus
 
 
 def _leave_cores() -> None:
@@ -196,7 +196,7 @@ class HostCopy:
         self._sends += 1
         if source is self.buffer and self.may_send_main and self._cast is not None:
             while not self._cast.done() and not pool.sent.has_ended():
-                wait([self._cast], _GLANCE)
+                wait([self._cast], _POLL_INTERVAL)
             if not self._cast.done():
                 source, self._is_postponed = self.main, True
         if source is self.buffer:

@@ -71,7 +71,7 @@ class Source:
     def release(self) -> None:
         """Free the memory, once the current stream has finished with it."""
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """A gather has raised: free what it has allocated."""
         self.release()
 
@@ -316,7 +316,7 @@ class Gathered(Source):
         if self._turned is not None:
             self._turned.release(self.keeps_storage)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         if self.compute is not None:
             self.compute.done.wait()  # nothing else waits for a refresh
         if self._pool is not None:
@@ -452,7 +452,7 @@ class Decoded(Source):
         for one in self.each:
             one.release()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         assert self._pool is not None
         self._pool.lane.join()  # as of `Gathered`
         self.release()
