@@ -36,13 +36,13 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
         (calls, "pre_backward_hook"),
         (calls, "_post_backward_hook"),
         (param_group, "gradient_arrived"),
-        (root._End, "__call__"),
+        (root, "_end_backward"),
     ],
     "launch": [
         (Gather, "launch"),
         (Lane, "reduce_scatter"),
         (Lane, "all_reduce"),
-        (Lane, "most"),
+        (Lane, "max_over_ranks"),
         (Lane, "group"),
     ],
     "memory": [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -58,7 +59,8 @@ class Root:
         # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
         self._step, self._taken = 1, steps.taken()
         self.task = -1  # the autograd graph task of the running backward
-        self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
+        # The callback at the end of the running backward. Autograd owns it: if it is freed uncalled, that has raised.
+        self._end: weakref.ref[Callable[[], None]] | None = None
         self._auto = AutoFormats() if any(unit.policy.gather_format == "auto" for unit in units) else None
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
@@ -196,7 +198,7 @@ class Root:
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
-        end = _End(self)
+        end = functools.partial(_end_backward, weakref.ref(self))
         self._end = weakref.ref(end, self.reduces.join_later)
         _torch.at_end_of_backward(end)
 
@@ -485,15 +487,9 @@ def _refuse_backward_of_two(root: Root) -> None:
 _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
 
 
-class _End:
-    """Called by autograd at the end of a backward. Autograd owns it: if it is freed uncalled, the backward raised."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = weakref.ref(root)
-
-    @_torch.uncompiled
-    def __call__(self) -> None:
-        root = self._root()
-        if root is not None:
-            with _torch.Untransformed() if _torch.transforming() else nullcontext():
-                root.end_backward()
+@_torch.uncompiled
+def _end_backward(ref: weakref.ref[Root]) -> None:
+    root = ref()
+    if root is not None:
+        with _torch.Untransformed() if _torch.transforming() else nullcontext():
+            root.end_backward()

@@ -430,16 +430,17 @@ class Unit(FullWeights):
         Otherwise checkpointing is reentrant, and creates a graph now. A unit that is used both ways counts as the first
         kind: the end of its backward cannot be detected, so it is reduced at the end of the whole backward.
         """
-        return any(call and not call.in_recompute and not call.passed for call in (ref() for ref in self._calls))
+        return any(not call.in_recompute for call in self._awaited_calls)
+
+    @property
+    def _awaited_calls(self) -> list[Call]:
+        """The calls whose backward is expected. A call is freed with its graph."""
+        return [call for ref in self._calls if (call := ref()) is not None and not call.passed]
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a backward of a forward is expected. A graph that has been freed has none."""
-        for ref in self._calls:
-            call = ref()
-            if call is not None and not call.passed:
-                return True
-        return False
+        """Whether a backward of a forward is expected."""
+        return bool(self._awaited_calls)
 
     @property
     def is_ahead(self) -> bool:
@@ -513,8 +514,7 @@ class Unit(FullWeights):
         root = self.root
         assert root is not None
         if self._has_calls_ahead():
-            calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
-            has_read = all(call.has_read for call in calls)
+            has_read = all(call.has_read for call in self._awaited_calls)
             if has_read and self.in_backward and self._reshards_now and self.is_gathered:
                 self.release()  # an embedding is to come
                 root.gathers.prefetch_instead(self)
@@ -531,8 +531,8 @@ class Unit(FullWeights):
     def end_backward(self) -> None:
         """The backward of the root has ended."""
         if _torch.in_backward():
-            for call in (ref() for ref in self._calls):
-                if call is not None and self.root is not None and call.is_ahead(self.root.backwards, False):
+            for call in self._awaited_calls:
+                if self.root is not None and call.is_ahead(self.root.backwards, False):
                     call.passed = True
         self.reset_after_backward()
 
@@ -583,8 +583,8 @@ class Unit(FullWeights):
         self.call, self.may_recompute = None, False
         root = self.root
         assert root is not None
-        for call in (ref() for ref in self._calls):
-            if call is not None and (broken_backward or call.forward == root.forwards):
+        for call in self._awaited_calls:
+            if broken_backward or call.forward == root.forwards:
                 call.passed = True
         if broken_backward:
             for group in self.groups:
