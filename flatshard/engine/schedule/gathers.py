@@ -19,7 +19,7 @@ from flatshard.policy import SchedulePolicy
 
 
 class Gathers:
-    """Units are numbers, in the order of registration, as in `Program`. The root owns this object."""
+    """The gather lane and pool of a root, and its prefetch. Units are numbers, as in `Program`."""
 
     def __init__(
         self, root: RootProtocol, units: Sequence[Unit], lane: Lane, policy: SchedulePolicy, announcer: Announcer
@@ -57,7 +57,7 @@ class Gathers:
         for lane in (self.lane,) if event is None else (self.lane, self.rows_lane):
             with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
                 pass
-        if self.pool.refresh_lane is not self.lane:  # which may still read what is to be written
+        if self.pool.refresh_lane is not self.lane:  # gathers may still read the buffers that a refresh writes
             with self.lane.entered():
                 so_far = self.lane.mark()
             with self.pool.refresh_lane.entered((so_far,)):
@@ -92,7 +92,7 @@ class Gathers:
             return
         absent = [group for group in unit.needs if group.ticket is None]
         try:
-            with CoalescedGather(self.lane):  # groups of several dtypes, frozen and trained ones: one launch
+            with CoalescedGather(self.lane):  # one launch for all groups
                 for group in absent:
                     group.gather(self.pool, unit.name, lasting)
         except BaseException:
@@ -106,7 +106,7 @@ class Gathers:
             self.prefetch(unit, self._policy.max_gathered - (unit.index in self._apart))
 
     def prefetch(self, unit: Unit, most: int) -> None:
-        """Prefetch the units that the user set, or those of the recorded order, until ``most`` of it are prefetched."""
+        """Prefetch the units that the user has set, or else the next units of the recorded order, up to ``most``."""
         if not self._policy.prefetch:
             return
         backward = self._program.running is Pass.BACKWARD
@@ -145,25 +145,23 @@ class Gathers:
                     self.launch(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:
-        """The most memory of gathered weights if one more unit is prefetched; ``unit`` is used now, the others later.
+        """The peak memory of gathered weights if ``other`` is prefetched while ``unit`` is used.
 
-        Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
-        time.
+        Units that contain others, and units that are kept, stay decoded when the next unit is decoded.
         """
         ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
         staying = one = 0
         for each in (unit, *ahead, other):
-            # Full weights that are not decoded yet.
-            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
+            decoded = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
             if each.nests or each.stays:
-                staying += opening
+                staying += decoded
             else:
-                one = max(one, opening)
+                one = max(one, decoded)
         arriving = sum(group.arriving_bytes for group in other.groups)
         return self.pool.live_bytes + arriving + staying + one
 
     def release_prefetched(self) -> None:
-        """Release units that the pass, which ends, has not reached."""
+        """At the end of a pass: release the prefetched units that it has not reached."""
         for unit in self.units:
             if Lease.PREFETCH in unit.leases:
                 unit.release()

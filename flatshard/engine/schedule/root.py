@@ -30,16 +30,16 @@ from flatshard.trust.record import PHASES, record
 
 
 class Root:
-    """Owned by its units, and refers to them weakly or by number, so it does not keep a model alive."""
+    """What the units of one model share. They own it; its references to them are weak, or numbers."""
 
     has_optional = False  # some of its units are: `OptionalRoot`
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
         self.device = device
-        self.is_last_backward = True  # of those whose reduces are waited for together
-        self.finalizes_by_hand = False  # the user ends backwards: `FSDPModule.finalize_backward`
-        self.finalizing: object | None = None  # such an end has begun; its handle has this object
+        self.is_last_backward = True  # `FSDPModule.set_is_last_backward`
+        self.finalizes_by_hand = False  # `FSDPModule.set_manual_backward_finalization`
+        self.finalizing: object | None = None  # of the handle of `finalize_backward`, until its wait
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -56,7 +56,7 @@ class Root:
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device)), policy, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
-        # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
+        # The step of this model, which ranks compare in check mode; and the optimizer steps of all models so far.
         self._step, self._taken = 1, steps.taken()
         self.task = -1  # the autograd graph task of the running backward
         # The callback at the end of the running backward. Autograd owns it: if it is freed uncalled, that has raised.
@@ -112,7 +112,7 @@ class Root:
     # Passes
 
     def begin_forward(self, entry: Unit) -> None:
-        """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
+        """A forward starts at ``entry``. What an earlier pass has left is released, because main may have changed."""
         is_on_cuda = self.gather_lane.device.type == "cuda"
         if is_on_cuda and torch.cuda.is_current_stream_capturing() and not record.captures:
             raise RuntimeError(
@@ -144,9 +144,9 @@ class Root:
                     group.renew()
                 if group.source.host_copy is not None:
                     copies.append(group.source.host_copy)
-        if copies:  # main may change after a forward that no backward follows, while it is still read
+        if copies:  # main may be sent only if a backward follows: otherwise it may be written while it is read
             prepare_in_turns(copies, may_send_main=grads and entry.is_first)
-        # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
+        # The gathers of this pass read main after all work that has been enqueued, the optimizer's writes included.
         self.gathers.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
         record.phase = _PHASE[kind]
@@ -158,17 +158,17 @@ class Root:
                 unit.swap_in()
 
     def count_step(self) -> None:
-        """Later launches belong to a new step, if an optimizer has stepped."""
+        """Begin a new step if an optimizer has stepped."""
         if self._taken != steps.taken():
             self._taken, self._step = steps.taken(), self._step + 1
         record.step = self._step
 
     def count_no_step(self) -> None:
-        """Do not count optimizer steps since the last count: they were captured."""
+        """Do not count optimizer steps since the last `count_step`: they were captured."""
         self._taken = steps.taken()
 
     def free_cleared_gradients(self, always: bool = False) -> None:
-        """Free the storage of gradients that `zero_grad` has set to None."""
+        """Free the buffers of gradients that `zero_grad` has set to None."""
         always = always or not torch.is_grad_enabled()
         with _torch.PlainAttributes():
             for unit in self.units:
@@ -190,7 +190,7 @@ class Root:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
         if self._end is not None and self._end() is not None:
             return
-        self.recover_if_broken()  # and no forward has been since
+        self.recover_if_broken()
         self.backwards += 1
         self.task = _torch.graph_task()
         _refuse_backward_of_two(self)
@@ -220,7 +220,7 @@ class Root:
         self._end_pass()
 
     def reduce_accumulated(self) -> None:
-        """Reduce gradients that backwards without gradient synchronisation have left, as the end of a backward does.
+        """Reduce the gradients that backwards without gradient synchronization have left.
 
         Parameters that several roots share (the first and the last stage of a pipeline on one rank) are reduced when
         the last of these roots calls this.
@@ -228,7 +228,7 @@ class Root:
         self.program.begin(Pass.BACKWARD)
         self.reduces.is_one_of_several = True
         try:
-            Root.end_backward(self)  # which passes no unit over
+            Root.end_backward(self)  # `OptionalRoot` would skip units
         finally:
             self.reduces.is_one_of_several = False
         for unit in self.units:
@@ -237,7 +237,7 @@ class Root:
                 other = None if owner is None else root_of(owner)
                 if other is None or other is self:
                     continue
-                if group.gradients.waiting:  # the caller is going to scale the gradients of this root's parameters
+                if group.gradients.waiting:  # accumulate them now: the caller may scale the gradients of this root next
                     group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
                 if group.gradients.has_partial and not self.reduces.is_awaited_by_other_roots(group):
                     other.reduce_accumulated()
@@ -254,11 +254,11 @@ class Root:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception has interrupted the last backward, and it has not been recovered from."""
+        """Whether an exception has interrupted the last backward, without a `recover` since."""
         return self._end is not None and self._end() is None
 
     def recover_if_broken(self) -> None:
-        """Recover if an exception has interrupted the last pass and it was not noticed."""
+        """`recover` if an exception has interrupted the last pass."""
         if self.is_broken or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
 
@@ -290,7 +290,7 @@ class Root:
             unit.swap_in()
 
     def arrive(self, unit: Unit, gather: bool) -> None:
-        """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
+        """The running pass has reached a unit: launch its all-gather, if ``gather``, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             for skipped in map(self.unit_at, self.program.need(unit.index, self._comes_later)):
                 if skipped is not None and Lease.PREFETCH in skipped.leases:
@@ -298,7 +298,7 @@ class Root:
         if Lease.PREFETCH in unit.leases:
             del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
-            self._recomputed = None  # in use again
+            self._recomputed = None  # its backward begins, or it is recomputed again
         in_forward = self.program.running is not Pass.BACKWARD
         if gather:
             if in_forward and unit.is_outdated:
@@ -384,14 +384,14 @@ class Root:
             )
 
     def keep_recomputed(self, unit: Unit) -> None:
-        """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
+        """Keep a recomputed unit gathered, because its backward usually is next. Only the last such unit is kept."""
         earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
             other.release()
 
     def unit_left(self, unit: Unit) -> None:
-        """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
+        """The running backward has left a unit, so the gradients of its groups are complete."""
         self.program.left.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)

@@ -26,7 +26,7 @@ from flatshard.engine.rows import RowGradients, Rows
 from flatshard.engine.tree.unit_classes import EntryPoints
 from flatshard.engine.units.changes import hook_state_dicts
 from flatshard.engine.units.intent import Intent
-from flatshard.engine.units.unit import Borrowed, FindRoot, Unit, own, unit_of
+from flatshard.engine.units.unit import Borrowed, FindRoot, Unit, set_unit, unit_of
 from flatshard.engine.weights.codec import is_extended, unfilled
 from flatshard.engine.weights.formats import chosen
 from flatshard.engine.weights.offload import Home
@@ -320,7 +320,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
         owned = [module for _, module in owned_modules(modules) if module not in modules]
         EntryPoints(unit, [module for module in owned if any(id(each) in holders for each in module.modules())])
     for module in modules:
-        own(module, unit)
+        set_unit(module, unit)
         _torch.mark_sharded(module)
     return unit
 
