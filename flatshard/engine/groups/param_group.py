@@ -34,7 +34,7 @@ class ParamGroup:
     `swap` puts them into the modules, or the sharded parameters back, and `release` frees the memory.
     """
 
-    is_away = False  # main is on another device than the mesh, where users have moved it
+    is_away = False  # users have moved main to another device than the mesh's
     keeps_dtype = False  # full weights have the dtype from before sharding, whatever the policy of the unit says
     own_grad_dtype: torch.dtype | None = None  # `parameter.grad_dtype` from before sharding, if it was set
 
@@ -53,21 +53,20 @@ class ParamGroup:
     ) -> None:
         """``own``: the dtype of the parameters before they were sharded.
 
-        ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
-        forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
-        they were sharded.
+        ``owner``: the class of the unit's module. ``kind``: the class of its gradients, `Gradients` or `RowGradients`.
+        ``marks``: which parameters were `chosen` to be encoded.
         """
         self.params, self.placements, self.policy, self.home = params, placements, policy, home
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
-        self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
+        self.snapshot = Snapshot(params)
         self.is_full = False  # the modules hold full parameters
         self.owner: weakref.ref[Any] | None = None  # a unit
         self.borrowers: list[weakref.ref[Any]] = []  # units whose modules share some of the parameters
         self.post_forward_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
-        self.ticket: Ticket | None  # of the gather, from its start to the release
+        self.ticket: Ticket | None  # of the gather, from its launch to the release
         self.gathered_from: int | None = None  # the state of main at its start, if the weights may stay
-        self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
+        self.all_gather_comm: Any = None  # an `AllGather` of torch's to use
         self._refreshed: int | None = None  # the state of main that compute weights are known to have
         self._renewed: int | None = None  # the state of main in the last `renew`, if it is in host memory
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
@@ -121,7 +120,7 @@ class ParamGroup:
             )
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Compute and reduce in other dtypes; gathered weights have been released."""
+        """Compute and reduce in other dtypes. Called while nothing is gathered."""
         policy = policy.of_group(self.keeps_dtype, self.own_grad_dtype)
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
@@ -135,7 +134,7 @@ class ParamGroup:
             self._set_source()
 
     def _set_source(self, is_held: bool = False) -> None:
-        """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
+        """Get full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
         known: Source | None = self.__dict__.get("source")
         if known is not None and known.keeps_storage:
@@ -159,7 +158,7 @@ class ParamGroup:
 
     @property
     def units(self) -> list[Any]:
-        """The unit that owns it, and those whose modules share some of its parameters, while they exist."""
+        """The units that exist of ``owner`` and ``borrowers``."""
         return [unit for ref in (self.owner, *self.borrowers) if ref is not None and (unit := ref()) is not None]
 
     @property
@@ -203,7 +202,7 @@ class ParamGroup:
         self.source.mark_stale()
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
-                self.ticket.wait()  # an unused refresh may still be in flight
+                self.ticket.wait()  # an unused refresh may be in flight
             self.swap(to_full=False)
             self.ticket = None
 
@@ -226,7 +225,7 @@ class ParamGroup:
             self._refreshed = now
 
     def hold(self, pool: Pool, name: str) -> None:
-        """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""
+        """Keep the current full weights until `refresh`. The lane must be ordered after the last write to main."""
         if self.is_held:
             return
         if self.source.compute is None:
@@ -249,14 +248,14 @@ class ParamGroup:
             self._refreshed = self.state
 
     def _derive(self, pool: Pool, name: str) -> None:
-        """Start deriving persistent compute weights from main, which may be written next."""
+        """Start to refresh persistent compute weights. Main may be written afterwards."""
         compute = self.source.compute
         assert compute is not None
         compute.refresh(pool, name)
         compute.has_read.wait()
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
-        """Start to gather full weights, which will stay for long if ``lasting``. No effect if they are gathered."""
+        """Start to gather full weights. ``lasting``: they stay for several passes. No effect if they are gathered."""
         if self.ticket is not None:
             return
         if self.is_away:
@@ -275,7 +274,7 @@ class ParamGroup:
             raise
 
     def cancel(self) -> None:
-        """The all-gather of its unit has raised: free its memory, and drop deferred launches."""
+        """Free the memory of an all-gather of the unit that has raised."""
         if self.ticket is not None:
             self.release()
             self.source.cancel()
@@ -306,7 +305,7 @@ class ParamGroup:
             shown, hidden = (param.full, param.sharded) if to_full else (param.sharded, param.full)
             assert shown is not None
             assert hidden is not None
-            if shown.requires_grad != hidden.requires_grad:  # toggled while the other one was shown
+            if shown.requires_grad != hidden.requires_grad:  # changed on the other one while that was shown
                 shown.requires_grad = hidden.requires_grad
                 self.gradients.expected += 1 if hidden.requires_grad else -1
             for site in param.sites:
@@ -321,8 +320,7 @@ class ParamGroup:
         if self.ticket is None:
             return
         if not self.is_full:
-            # An unused prefetch may still be in flight.
-            self.ticket.wait()
+            self.ticket.wait()  # an unused prefetch may be in flight
         self.swap(to_full=False)
         if not self.source.is_resident:
             self.ticket = None
@@ -365,7 +363,7 @@ class ParamGroup:
 
     def _add_main_grads(self) -> None:
         for index, param in enumerate(self.params):
-            # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
+            # Kernels cannot write gradients of subclasses, or of tensors that the buffer holds in another order.
             if type(param.full) is nn.Parameter and index not in self.layout.turned:
                 add_main_grad(param.full, self.gradients, index)
 
@@ -379,6 +377,6 @@ class ParamGroup:
             assert full is not None
             if full.is_floating_point():
                 hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
-                before, full.requires_grad = full.requires_grad, True  # a hook can be put only on what needs a gradient
+                before, full.requires_grad = full.requires_grad, True  # a hook needs a tensor that requires a gradient
                 full.register_post_accumulate_grad_hook(hook)
-                full.requires_grad = before  # which users may have changed while it is shown
+                full.requires_grad = before

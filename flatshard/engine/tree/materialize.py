@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
-from flatshard.engine.groups.changes import Names, check_given, fill, given
+from flatshard.engine.groups.changes import Names, check_found, fill, held_by_modules
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.tree.build import owned_modules, units_below
 from flatshard.engine.units.unit import Unit, unit_of
@@ -97,10 +97,10 @@ def _materialize_unit(
     todo = []
     for group in unit.groups:
         name = Names(group, model)
-        found = given(group, name)
+        found = held_by_modules(group, name)
         # Of a group that has all its values the next use takes care.
         if any(parameter.is_meta for parameter in found):
-            check_given(group, found, name)
+            check_found(group, found, name)
             todo.append((group, found, name))
     for group, found, _ in todo:
         for param, known in zip(group.params, found):

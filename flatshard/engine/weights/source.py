@@ -1,11 +1,11 @@
 """Where the full weights of a group come from: one class per way, chosen once by `source_for`.
 
 `OfMain`      main itself: every rank has all of it, in the compute dtype
-`Compute`     persistent compute weights, of which every rank has all; refreshed from main after a step
-`Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
-              in a backward from shards on a smaller mesh, if the forward has left some there
-`FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
-`Decoded`     what tensor subclasses make of the tensors that they have sent
+`Compute`     persistent compute weights, if every rank has all of them; refreshed from main after a step
+`Gathered`    a buffer that is allocated for each use and gathered from shards of main or of persistent compute weights,
+              or in a backward from shards on the post-forward mesh
+`FromBytes`   the same for encoded shards: gathered bytes are decoded when the weights are needed
+`Decoded`     tensor subclasses, which encode and decode themselves
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ from flatshard.policy import Placements
 
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Within it, create tensors that outlive the running pass: training cannot use tensors of inference mode.
-
-    Gradients are off: these tensors belong to no graph.
-    """
+    """Create tensors that outlive the running pass: without a graph, and not in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -39,40 +36,37 @@ def lasting_tensors() -> Iterator[None]:
 class Source:
     """Provides the full weights of a group on this rank and frees their memory.
 
-    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full`
-    returns the values of a param: the same tensors from the first `open` on, with or without storage.
+    After the ticket of `gather` has been waited for, `open` makes the weights usable by the current stream. `full`
+    returns those of a param: the same tensors from the first `open` on, with or without storage.
     """
 
-    is_resident = False  # always on this rank: nothing is gathered for a pass or released after it
+    is_resident = False  # the full weights are always on this rank: a pass neither gathers nor releases them
     opens = True  # `open` does something
-    is_gathered_twice = False  # along one axis once per step, and along another for each pass
-    buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
+    is_gathered_twice = False  # along the outer axis once per step, and along the inner one for each pass
+    buffer: DBuffer | None = None  # full weights are views of it, except `Layout.turned` ones
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
     host_copy: HostCopy | None = None  # sends main, if that is in host memory and gathers read it
     keeps_storage = False  # full weights keep their memory while they are not gathered, and so their addresses
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
+        """Start. ``lasting``: the weights stay for several passes. ``comm``: an ``AllGather`` of torch's to use."""
         raise NotImplementedError
 
     def open(self) -> None:
         """Make the gathered weights usable."""
 
     def full(self, index: int) -> torch.Tensor:
-        """The full values of a param, with a separate version counter.
-
-        When a later gather writes them again, autograd must not take that for a modification of a saved weight.
-        """
+        """The full weights of a param, with their own version counter: autograd saves them, and later gathers write."""
         raise NotImplementedError
 
     def mark_stale(self) -> None:
-        """Main may have changed: derive everything from it again."""
+        """Main may have changed: derive everything from it again at the next gather."""
 
     def release(self) -> None:
         """Free the memory, once the current stream has finished with it."""
 
     def cancel(self) -> None:
-        """A gather has raised: free what it has allocated."""
+        """Free what a gather has allocated that has raised."""
         self.release()
 
     def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
@@ -88,7 +82,7 @@ class Source:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next gather brings bytes of a format, of which `open` makes full weights in the pool's memory."""
+        """Whether the next gather fetches encoded bytes, which `open` decodes into full weights."""
         return False
 
 
@@ -107,7 +101,7 @@ class OfMain(Source):
 
 
 class _Turned:
-    """Full weights that are sharded on another dim than 0: they have separate storage, in their own order."""
+    """The full weights that are sharded on another dim than 0, copied from the gathered buffer into their own order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
@@ -115,7 +109,6 @@ class _Turned:
         self._pool: Pool | None = None
 
     def allocate(self, pool: Pool, for_current_stream: bool = False) -> None:
-        """``for_current_stream``: the current stream fills them, not the lane."""
         self._pool = pool
         for index in self._layout.turned:
             if index not in self._flat:
@@ -126,7 +119,6 @@ class _Turned:
         return self._flat[index].view(self._layout.slots[index].shape)
 
     def fill(self, gathered: DBuffer) -> None:
-        """Bring what was gathered into its own order."""
         pairs = []
         for index in self._layout.turned:
             pairs += turns(self._layout, index, gathered.run_of(index), self.view(index))
@@ -142,9 +134,8 @@ class _Turned:
 class Compute(Source):
     """Persistent compute weights: less sharded than main, and refreshed from it when they are stale.
 
-    A source itself if this rank has all of them; otherwise `Gathered` gathers from them.
-    With a codec that encodes, they are the bytes to be sent, unless this rank has all of them: then they are decoded.
-    Weights that are sharded on another dim than 0 are reordered in place.
+    A source if this rank has all of them; otherwise `Gathered` gathers from them, and with a codec that encodes they
+    are encoded. Weights that are sharded on another dim than 0 are reordered in place.
     """
 
     is_resident = True
@@ -152,13 +143,13 @@ class Compute(Source):
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
         self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
         self.is_stale = True
-        self._in_use: list[DBuffer] = []  # by the refresh on its way
-        self.done = DONE  # when they are up to date
-        self.has_read = DONE  # when main may be written again
+        self._in_use: list[DBuffer] = []  # by the running refresh
+        self.done = DONE  # of the last refresh
+        self.has_read = DONE  # the last refresh has read main, which may be written again
         self._turned = main.layout.turned if _everywhere(self._placement) else frozenset[int]()
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
-        """The weights, and when they are up to date."""
+        """Bring the weights up to date. Returns them, and the ticket to wait for."""
         main, buffer, codec = self._main, self.buffer, self._codec
         lane = pool.lane if self._home.host or not isinstance(codec, Cast) else pool.refresh_lane
         decodes = isinstance(codec, Blocks) and _everywhere(self._placement)
@@ -182,7 +173,7 @@ class Compute(Source):
                 codec.encode(fetched, wire)
             self._in_use = [fetched, wire]
             self.has_read = self.done = lane.mark()
-            if self._placement != main.placements:  # else nothing is missing of what is held
+            if self._placement != main.placements:
                 self.done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
             if isinstance(codec, Blocks) and decodes:
                 self.done = lane.follow(self.done, functools.partial(codec.decode, wire, buffer))
@@ -202,7 +193,7 @@ class Compute(Source):
         return self._whole(index).data
 
     def _whole(self, index: int) -> torch.Tensor:
-        """A weight, where this rank has all of them."""
+        """A full weight, if this rank has all of them."""
         assert self.buffer is not None
         if index not in self._turned:
             return self.buffer.local_view(index)
@@ -230,7 +221,7 @@ class Compute(Source):
 
 
 class Gathered(Source):
-    """Full weights are views of one buffer, or turned. ``compute``: shards of these are gathered, instead of main."""
+    """Full weights are views of one buffer, or turned. They are gathered from ``compute``, or from main without it."""
 
     opens = False
 
@@ -244,17 +235,17 @@ class Gathered(Source):
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
         self._post_forward: tuple[DBuffer, Ticket] | None = None  # this rank's shard on a smaller mesh, once copied
-        self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
+        self._is_empty = not main.layout.payload  # collectives do not accept an empty list
         self._is_sharded = not _everywhere(main.placements)
-        travels = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
-        self._part = main if travels else None  # of each rank, where it travels as it rests
+        sends_main = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
+        self._part = main if sends_main else None  # this rank's input of the all-gather, if it needs no cast
         self.is_gathered_twice = compute is not None and self._cast is not None and compute.launches
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self._pool = pool  # another one than last time, if the unit has a new root
+        self._pool = pool  # a unit with a new root has another pool
         part, refreshed = (self._part, DONE) if self.compute is None else self.compute.refresh(pool, name)
         buffer, lane = self._allocated(pool, lasting), pool.lane
-        if self._is_hollow:
+        if self._is_empty:
             return Ticket()
         with lane.inside if refreshed is DONE else lane.entered((refreshed,)):
             if self._post_forward is not None:
@@ -291,7 +282,7 @@ class Gathered(Source):
         return buffer
 
     def _unallocated(self, layout: Layout, dtype: torch.dtype, pool: Pool) -> DBuffer:
-        """A buffer for what all ranks have, without storage."""
+        """A buffer for the shards of all ranks, without storage."""
         mesh, local = self._main.mesh, pool.empty(layout.buffer_numel(layout.num_shards), dtype)
         return DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
 
@@ -320,7 +311,7 @@ class Gathered(Source):
         if self.compute is not None:
             self.compute.done.wait()  # nothing else waits for a refresh
         if self._pool is not None:
-            self._pool.lane.join()  # the lane finishes with the memory before its next user
+            self._pool.lane.join()  # the lane may still use the memory
         self.release()
 
     def mark_stale(self) -> None:
@@ -345,10 +336,10 @@ class Gathered(Source):
 
 
 class FromBytes(Gathered):
-    """Shards are bytes, gathered into separate memory that is freed once they are decoded.
+    """Encoded shards are gathered into separate memory, which is freed once they are decoded.
 
-    They are decoded when full weights are needed, on the stream that needs them: beside compute, decoding would slow
-    down matrix products for longer than it takes alone. Until then only the bytes take memory.
+    They are decoded when the full weights are needed, on the stream that needs them: on the lane, decoding would slow
+    down matrix products for longer than it takes alone.
     """
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
@@ -357,11 +348,11 @@ class FromBytes(Gathered):
         self._blocks = codec
         self._wire: DBuffer | None = None
         self._is_open = True
-        self._lasting = False  # which the full weights are to be
+        self._lasting = False  # of the last `gather`
 
     @property
     def decodes(self) -> bool:
-        return self._post_forward is None and not self._is_hollow
+        return self._post_forward is None and not self._is_empty
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         if not self.decodes:
@@ -408,7 +399,7 @@ class Decoded(Source):
     def __init__(self, each: Sequence[Extension], mesh: DeviceMesh) -> None:
         self.each, self._mesh = list(each), mesh
         self._pool: Pool | None = None
-        self._counts: list[int] = []  # of tensors that each has sent
+        self._counts: list[int] = []  # of tensors that each parameter has sent
         self.wire: list[torch.Tensor] = []  # what is gathered, flat
         self._is_open = False
 
@@ -454,15 +445,12 @@ class Decoded(Source):
 
     def cancel(self) -> None:
         assert self._pool is not None
-        self._pool.lane.join()  # as of `Gathered`
+        self._pool.lane.join()  # as in `Gathered.cancel`
         self.release()
 
 
 def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool) -> Source:
-    """Choose the source for these placements, this codec and this home.
-
-    ``is_held``: use a copy of main's current values, even if main changes.
-    """
+    """The source for these placements, codec and home. ``is_held``: it keeps main's current values if main changes."""
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)
