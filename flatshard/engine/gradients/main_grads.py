@@ -20,8 +20,7 @@ from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.offload import Home
 
-# On a gradient that we have put on a parameter: the buffer it lies in.
-MAIN_GRAD = "_flatshard_main_grad"
+MAIN_GRAD = "_flatshard_main_grad"  # on a gradient of `MainGrads`: its buffer
 DECOUPLED = "decoupled_grad"
 _on_device: weakref.WeakSet[MainGrads] = weakref.WeakSet()  # whose gradients have stayed there
 _LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
@@ -56,7 +55,7 @@ class MainGrads:
     replaced.
 
     Decoupled gradients are set as ``decoupled_grad`` instead of ``.grad``. Between `hide` and `unhide` parameters have
-    no gradients: they are ``kept`` in this object.
+    no gradients: this object keeps them.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class MainGrads:
         self.kept: list[torch.Tensor | None] | None = None
         self._numel, self._has_gaps = main.local.numel(), has_gaps(main)
         self._is_large = self._numel * dtype.itemsize > _LARGE
-        self.is_apart = False  # the buffer is not in the memory that activations use
-        self._accumulates = False  # the last backward added to what was there
+        self.is_apart = False  # the buffer has a separate memory pool
+        self._accumulates = False  # the last backward added to the gradients of earlier ones
         self._is_new = False  # nothing has been reduced into the buffer yet
 
     def free_cleared(self, always: bool = False) -> None:
@@ -99,7 +98,7 @@ class MainGrads:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Free the memory of a buffer that was apart. What a pool caches is freed only with the pool."""
+        """Free the separate memory pool, and with it the memory that it caches."""
         self.__dict__.pop("_memory", None)
 
     @property
@@ -125,15 +124,15 @@ class MainGrads:
             reduced.bring().wait()
 
     def prepare(self) -> None:
-        """Create the buffer that the next backward reduces into."""
+        """Create the buffer for the next backward."""
         self._make()
         self._is_new = True
 
     def take(self, had_grad: Sequence[int], lane: Lane, is_last: bool) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether to write instead of add; and the tensors that the lane reads to prepare it.
 
-        A buffer that further backwards add to gets memory of its own: in that of the activations it would split a
-        segment which the next forward needs whole.
+        A buffer that further backwards add to gets a separate memory pool: between activations it would split a segment
+        that the next forward needs whole.
         """
         any_had, buffer = bool(had_grad or self.undecided), self.buffer
         self._accumulates = any_had
@@ -148,14 +147,14 @@ class MainGrads:
         with _torch.PlainAttributes():
             others = [i for i in range(len(self.params)) if self._grad(i) is not self.shown[i]]
         others = [i for i in others if i not in self.undecided] if self.undecided else others
-        return buffer, False, self._bring(others, buffer, lane) if others else []
+        return buffer, False, self._copy_replaced(others, buffer, lane) if others else []
 
     def hide(self) -> None:
-        """Set no gradients on parameters from now on; they have none at this time."""
+        """Keep gradients here instead of setting them on parameters, which have none now."""
         self.kept = [None] * len(self.params)
 
     def unhide(self) -> None:
-        """Set gradients on parameters again, including those of the meantime."""
+        """Set the gradients that were kept here, and later ones, on parameters."""
         kept, self.kept = self.kept or [], None
         for index, grad in enumerate(kept):
             if grad is not None:
@@ -182,7 +181,7 @@ class MainGrads:
                 sharded.grad = grad
 
     def grads_and_hooks(self) -> tuple[list[int], list[int], list[int]]:
-        """As `_torch.grads_and_hooks`, wherever the gradients are."""
+        """`_torch.grads_and_hooks`, also if gradients are decoupled or hidden."""
         had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.is_decoupled or self.kept is not None:
             had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
@@ -223,7 +222,7 @@ class MainGrads:
             setattr(param.sharded, DECOUPLED, None)
 
     def take_settings(self, other: MainGrads) -> None:
-        """Show gradients where the object that this one replaces has shown them."""
+        """Copy the settings of the object that this one replaces."""
         other.bring()
         self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
@@ -237,7 +236,7 @@ class MainGrads:
                 self._set(index, None)
 
     def _make(self, apart: bool = False) -> DBuffer:
-        self.buffer, self.shown, self.on_device = None, [], None  # their memory may be used again
+        self.buffer, self.shown, self.on_device = None, [], None  # frees their memory
         is_captured = self.main.local.is_cuda and torch.cuda.is_current_stream_capturing()
         self.is_apart = apart and not is_captured  # a graph has its own memory
         if self.is_apart:
@@ -260,7 +259,6 @@ class MainGrads:
 
     @functools.cached_property
     def _memory(self) -> AbstractContextManager[None]:
-        """Memory of this buffer alone."""
         return _torch.memory(self.home.device)
 
     @functools.cached_property
@@ -273,10 +271,10 @@ class MainGrads:
         specs = [_torch.spec_with_dtype(_torch.spec_of(param.sharded), self.dtype) for param in self.params]
         return specs, [w.shape for w in windows], [w.stride for w in windows], [w.offset for w in windows]
 
-    def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
+    def _copy_replaced(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Copy gradients that users replaced or set to None into the buffer; returns what the lane reads for it."""
         replaced: list[torch.Tensor] = []
-        for index in others:  # gradients that are still referenced keep their values
+        for index in others:  # code that holds the previous gradients keeps their values
             known = weakref.ref(self.shown[index])
             self.shown[index].__dict__.pop(MAIN_GRAD)
             self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))
@@ -288,7 +286,7 @@ class MainGrads:
                 with _torch.PlainAttributes():
                     grad = self._grad(index)
                 if grad is None:
-                    view.zero_()  # set to None alone, while others of the group were kept
+                    view.zero_()  # set to None, while others of the group were not
                 else:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])

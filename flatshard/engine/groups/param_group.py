@@ -19,7 +19,7 @@ from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast, Extension, LeafwiseExtension, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Decoded, Source, source_for
@@ -142,7 +142,7 @@ class ParamGroup:
         self.source: Source
         if self.is_extended:
             given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
-            each = [(Composed if p.structure else Extension)(p, i, *given) for i, p in enumerate(self.params)]
+            each = [(LeafwiseExtension if p.structure else Extension)(p, i, *given) for i, p in enumerate(self.params)]
             self.source = Decoded(each, self.mesh)
         else:
             self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)

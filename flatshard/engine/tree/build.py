@@ -79,21 +79,21 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class Where:
-    """Determines on which dim and over which mesh each parameter is sharded."""
+    """On which dim and over which mesh each parameter is sharded."""
 
     choose: Callable[[nn.Parameter], Any] | None = None  # the user's ``shard_placement_fn``
     mesh: DeviceMesh | None = None  # of all parameters, if data parallelism has axes of it
-    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # those axes: that shard, that replicate
+    axes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # the axes of `mesh` that shard, and that replicate
     by_waste: bool = False  # choose a dim with little padding, unless the user has chosen one
 
     def of(self, name: str, parameter: nn.Parameter) -> tuple[Sharding, bool]:
-        """How it is sharded; and whether its gradient is the mean over its own mesh, whatever ranks have data."""
+        """How it is sharded; and whether its gradient is the mean over its own mesh, without regard to `data_mesh`."""
         self._check_mesh(name, parameter)
         answer: Any = None if self.choose is None else self.choose(parameter)
         if isinstance(answer, Sharding):
             given, means_own = answer, False
         else:
-            info = getattr(answer, "mesh_info", None)  # of torch 2.13, where an answer may name a mesh
+            info = getattr(answer, "mesh_info", None)  # of torch 2.13's `ShardPlacementResult`
             placement, mesh = (answer, None) if info is None else (answer.placement, info.mesh)
             if placement is not None and type(placement) is not Shard:
                 raise Refusal(
@@ -162,7 +162,7 @@ class Choices:
         return self.placements if mesh == self.mesh else on_another_mesh(*self.strategy, mesh.ndim)
 
     def scale_on(self, mesh: DeviceMesh, means_own: bool) -> GradientScale:
-        """Of gradients that are reduced over ``mesh``."""
+        """The scale of gradients that are reduced over ``mesh``."""
         data = mesh if means_own else self.data_mesh or self.mesh
         if self.gradient_scale != "mean" or data.size() == mesh.size():
             return self.gradient_scale
@@ -175,24 +175,23 @@ class Kind:
 
     dtype: torch.dtype
     trainable: bool
-    has_rows: bool  # a tensor without dims has none to shard
+    has_rows: bool  # not 0-dim
     marked: bool  # by `no_shard`
     mesh: DeviceMesh
-    parallel: DeviceMesh | None  # tensor parallelism has made them DTensors on it
+    parallel: DeviceMesh | None  # the mesh of DTensors, from tensor parallelism
     apart: DeviceMesh | None
     scale: GradientScale
-    extended: type | None  # the tensor subclass that they are of
+    extended: type | None  # their tensor subclass
     keeps_dtype: bool  # full weights have their own dtype
     grad_dtype: torch.dtype | None  # set on the parameters
 
     def placements(self, choices: Choices) -> Placements:
-        """Of a group of them."""
         found = choices.placements_on(self.mesh) if self.has_rows else replicated(self.mesh.ndim)
         return resident(found) if self.marked else found
 
 
 def _borrowed(name: str, parameter: nn.Parameter, site: Site, mesh: DeviceMesh) -> Borrowed:
-    """A parameter of a unit that is tied to that of another unit, which owns it, and its site here."""
+    """A parameter that another unit owns, and where this unit has it."""
     known, unit = parameter.__dict__[OWNER]
     tied = f"parameter '{name}' is tied to '{known}', which another unit ({unit}) already owns"
     owner = owner_of(parameter)
@@ -210,10 +209,10 @@ Sorted = tuple[list[Borrowed], dict[Kind, list[Named]], list[Named], dict[nn.Par
 def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
     """The parameters of a unit: borrowed ones, those of each group, plain ones, and their sharded dims.
 
-    Raises if they cannot be sharded like this; nothing has changed then.
+    Raises, before anything has changed, if they cannot be sharded like this.
     """
     borrowed: list[Borrowed] = []
-    owned: dict[nn.Parameter, Named] = {}  # each once, with every place where it is registered
+    owned: dict[nn.Parameter, Named] = {}  # with every place where it is registered
     for prefix, module in owned_modules(modules):
         for own_name, parameter in module._parameters.items():
             if parameter is None or parameter in choices.ignored:
@@ -272,7 +271,7 @@ def _check_extended(named: Named, dim: int, placements: Placements) -> None:
 
 def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRoot) -> Unit:
     """Shard the parameters below ``modules`` and register hooks. ``find_root``: as of a `Unit`."""
-    watch_over(choices.device)  # ranks that raise before the first forward leave the others waiting there
+    watch_over(choices.device)  # a rank may raise before the first forward, where the others wait for it
     borrowed, by_kind, plain, dims = found = sort_parameters(modules, choices)
     by_rows = _checked_rows(modules, found, choices) if choices.rows else None
     for parameter in choices.ignored:
@@ -289,7 +288,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     reshard, post_forward_mesh = choices.reshard_after_forward, None
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         reshard, post_forward_mesh = True, _post_forward_mesh(choices.mesh, reshard)
-    # A unit of nothing but frozen weights that rest whole has nothing to do, unless it is the root of other units.
+    # A unit of frozen `no_shard` weights alone needs no hooks, unless it is the root of other units.
     nests = any(units_below(module) for module in modules)
     hooked = bool(groups or borrowed) or not plain or nests
     intent = Intent(reshard_after_forward=reshard, is_optional=choices.optional)
@@ -297,7 +296,7 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
     unit = Unit(modules, groups, mesh, device, precision, intent, find_root, choices.schedule, hooked)
     for module in modules if hooked else ():
         hook_state_dicts(unit, module)
-    # Without what could keep parameters, or the model, alive.
+    # Without references that could keep parameters, or the model, alive.
     where = replace(choices.where, choose=None)
     unit.choices = replace(choices, ignored=frozenset(), where=where, precision=precision)
     for group, param, site in borrowed:
@@ -308,12 +307,12 @@ def build_unit(modules: Sequence[nn.Module], choices: Choices, find_root: FindRo
         each.place(device, precision.param_dtype)
     for group in groups:
         if post_forward_mesh is not None and group.mesh == choices.mesh and not group.is_extended:
-            group.post_forward_mesh = post_forward_mesh  # the others are gathered again from all
+            group.post_forward_mesh = post_forward_mesh
     if by_rows is not None:
         gradients = groups[0].gradients
         assert isinstance(gradients, RowGradients)
         gradients.padding = by_rows.padding_idx
-        unit.rows = Rows(groups[0])  # forwards request rows; the table is gathered only if the user calls for it
+        unit.rows = Rows(groups[0])
         unit.derive()
     if nests and len(modules) == 1:
         holders = {id(site.module()) for group in unit.needs for param in group.params for site in param.sites}
@@ -368,7 +367,7 @@ def _post_forward_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
         assert place is not None
         first = place[-1] - place[-1] % size
         ranks = mesh.mesh[tuple(place[:-1])][first : first + size].tolist()
-        # Not by a mesh of all these groups, for which torch would ask every rank of the world to be here.
+        # Not as an axis of a mesh of all these groups, whose creation is collective among all ranks of the world.
         group = group_among(ranks, [mesh.get_group(mesh.ndim - 1)], user=mesh)
         known[size] = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("within",))
     return known[size]
@@ -395,9 +394,9 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision.of_group(kind.keeps_dtype, kind.grad_dtype)
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
-    # What is a part of a DTensor already must be cut as torch.chunk does; older versions of torch know nothing else.
+    # DTensors must be cut as torch.chunk does. So must everything with versions of torch without `RaggedDTensor`.
     chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
-    # What is encoded on the wire shares no segment with what is not.
+    # Encoded tensors share no segment with others.
     apart = [
         precision.has_formats and chosen(name, p, [site.module() for site in sites], precision, owner)
         for name, p, sites in params
@@ -413,7 +412,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     group = ParamGroup(sharded, main, placements, precision, home, is_extended, own, owner, of_rows, apart)
     group.initial, group.keeps_dtype, group.own_grad_dtype = initial, kind.keeps_dtype, kind.grad_dtype
     group.gradients.configure(scale=kind.scale)
-    # Code that still holds an original (a tied module, an optimizer), or a module of two units, can detect this.
+    # So that a tied module, an optimizer with an original, or a unit that shares the module, can detect it.
     for param, (name, parameter, _) in zip(group.params, params):
         parameter.__dict__[OWNER] = param.sharded.__dict__[OWNER] = (name, owner)
         if kind.grad_dtype is not None:
@@ -440,7 +439,7 @@ def _shard_plain(
     if initial is not None:
         initial.parts = initial.of_parts(main)
     for _, parameter, _ in params if kind.parallel is None else ():
-        # An original that is still referenced (by a tied module, an optimizer) keeps no memory.
+        # An original that is still referenced, by an optimizer for example, keeps no memory.
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     return main, sharded, initial
 

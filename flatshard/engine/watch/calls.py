@@ -1,4 +1,4 @@
-"""Calls: hooks on the tensors of a unit's forwards notify the unit of the progress of a backward."""
+"""Calls: hooks on the inputs and outputs of a unit's forwards notify the unit of the progress of a backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_with_g
 
 
 class Watcher(Protocol):
-    """What a call notifies of the progress of a backward: a unit."""
+    """The members of `Unit` that its calls use."""
 
     def pre_backward(self, call: Call) -> None:
         """A gradient has reached an output of a call."""
@@ -60,25 +60,25 @@ class Call:
     def __init__(
         self, unit: Owner, modules: frozenset[int], forward: int, before: Call | None, recompute: bool
     ) -> None:
-        """``modules``: of the unit, by id. ``before``: the call that started last."""
+        """``modules``: the ids of the unit's modules. ``before``: the last call of the unit."""
         self.unit = unit
-        self.forward = forward  # of the root, by number
+        self.forward = forward  # the number of the root's forward
         self.outer = before if before is not None and before.running else None  # the call around this one
-        self.left = set(modules)  # modules that have not ended
+        self.left = set(modules)  # modules whose forward has not ended
         self._all = modules
-        self.running: dict[int, Run] = {}  # of modules that have begun and not ended, by id
-        self.inner: int | None = None  # for a method that runs as a forward: nested forwards of its module
-        self.in_recompute = recompute  # it was made within a backward
+        self.running: dict[int, Run] = {}  # modules whose forward is running, by id
+        self.inner: int | None = None  # in `call_as_forward`: the depth of forwards within the method
+        self.in_recompute = recompute  # it was created within a backward
         self.watches = True  # a backward will go through its graph
         self.backward = 0  # the number of the last backward that has reached an output
         # The runs whose inputs need gradients, and whether a backward has completed those.
         self._runs: dict[weakref.ref[Run], bool] = {}
-        self.unwatched = 0  # modules without such inputs: the end of their backward cannot be detected
-        self.unwatched_readers = 0  # of these, modules whose backward reads weights (not embeddings)
+        self.unwatched = 0  # runs without such inputs: the end of their backward cannot be detected
+        self.unwatched_readers = 0  # those of them whose backward reads weights: all but embeddings
         self.passed = False  # its backward has ended, or will never come
 
     def goes_on_with(self, module: nn.Module) -> bool:
-        """Whether a forward of a module of the unit that starts now is part of this call."""
+        """Whether a forward of one of the unit's modules that starts now is part of this call."""
         if self.left != self._all:
             return True  # some modules of a list have run, others have not
         return bool(self.running) and id(module) not in self.running
@@ -99,7 +99,7 @@ class Call:
         return not self.unwatched_readers and False not in self._runs.values()
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
-        """Within a backward, given by number: whether it will go through this call, as far as can be known.
+        """Whether the running backward, number ``backward``, will go through this call, as far as can be known.
 
         ``nested``: reentrant checkpointing runs through a separate graph now, which hides the outer one.
         """
@@ -122,7 +122,7 @@ class Call:
         who = self.unit, weakref.ref(self), which
         first = wanted[0]
         if not wanted[1:] and type(first) is torch.Tensor and first.layout is torch.strided:
-            # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
+            # The hook is on a view, because other code may use the tensor too. A function costs several times more.
             passed = (first.view_as(first),)
             _torch.hook_first(passed[0], functools.partial(_post_backward_hook, *who))
         else:
@@ -138,13 +138,13 @@ class Call:
     def watch_outputs(self, run: Run, output: Any) -> bool:
         """Call `Unit.pre_backward` when a gradient reaches the output. Returns whether this can happen.
 
-        An output may be that of a nested unit, or the input itself if a rank uses none of the unit. On all ranks, the
-        backward must reach the output of this unit first, and nested units after it.
+        The hook comes before other hooks of the tensor, which may also be an output of a nested unit, or an input: on
+        all ranks, the backward must reach this unit first.
         """
         hook = functools.partial(pre_backward_hook, self, run)
         wanted = tensors_with_grad(output)
         if not wanted and not isinstance(output, torch.Tensor):
-            # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
+            # The output is an object, for example a distribution. One beside other outputs may be a cache of all units.
             wanted = [tensor for tensor in tensors_in(output, of_objects=True) if tensor.requires_grad]
         for tensor in wanted:
             _torch.hook_first(tensor, hook)
@@ -164,11 +164,11 @@ class Run:
 class StoredTensors:
     """Tensors that forwards store on the modules of a unit, such as an auxiliary loss: hooked like outputs.
 
-    A forward that stores such tensors always does, so only the first one is searched.
+    Only the modules after the first forward are searched.
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
+        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: before the first forward
 
     def watch(self, call: Call, run: Run, modules: Sequence[nn.Module], nests: bool) -> None:
         """Called after a forward of one of ``modules``.
@@ -183,16 +183,15 @@ class StoredTensors:
                     if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
                         self.places.append((weakref.ref(below), name))
         for ref, name in self.places:
-            found = ref()
-            if found is not None:
-                left = [t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None]
-                call.watch_outputs(run, left)
+            module = ref()
+            if module is not None:
+                call.watch_outputs(run, [t for t in tensors_in(module.__dict__.get(name)) if t.grad_fn is not None])
 
 
 def anchored(output: Any, once: bool = False) -> Any:
-    """An output with the same values that a backward reaches although nothing in it needs a gradient.
+    """The same values, on a graph, so that a backward goes through them although nothing in them needs a gradient.
 
-    ``once``: change one tensor only; the others (masks, for example) stay as they are.
+    ``once``: only the first floating-point tensor; the others (masks, for example) stay as they are.
     """
     anchor = torch.empty(0, requires_grad=True)
     found = [id(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
@@ -229,25 +228,25 @@ class _PostBackward(torch.autograd.Function):
 def _post_backward_hook(
     unit: Owner, call: weakref.ref[Call], run: weakref.ref[Run], grad: torch.Tensor | None = None
 ) -> None:
-    found, of = unit(), call()
-    if found is None:
+    watcher, known = unit(), call()
+    if watcher is None:
         refuse_orphan()
-    elif of is not None:
-        of.input_gradients_complete(run)
-        found.post_backward()
+    elif known is not None:
+        known.input_gradients_complete(run)
+        watcher.post_backward()
 
 
 @_torch.uncompiled
 def pre_backward_hook(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
-    """A hook on an output, which owns the call and the ``run`` of its module."""
-    found = call.unit()
-    if found is None:
+    """The hook on an output, which owns the call and the run of its module."""
+    unit = call.unit()
+    if unit is None:
         return
     if not _torch.transforming():
-        found.pre_backward(call)
+        unit.pre_backward(call)
         return
     with _torch.Untransformed():
-        found.pre_backward(call)
+        unit.pre_backward(call)
 
 
 class _OutputReached(torch.autograd.Function):

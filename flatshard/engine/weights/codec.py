@@ -1,4 +1,4 @@
-"""How a rank's shard of main weights is encoded for an all-gather, and gathered data become full weights.
+"""How a rank's shard of main weights is encoded for an all-gather, and how gathered data are decoded.
 
 There are three codecs. With a `Cast`, full weights are views of the gathered buffer: each shard is written to its place
 in it, and nothing is decoded. `Blocks` gathers a buffer of bytes, which is decoded into the buffer of full weights. An
@@ -27,7 +27,7 @@ class Cast:
 
     def __init__(self, main: torch.dtype, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.sends_main = main == dtype  # main's own bytes travel: nothing needs to be encoded
+        self.sends_main = main == dtype  # main is sent without a cast
 
     def encode(self, main: Sequence[torch.Tensor], wire: Sequence[torch.Tensor]) -> None:
         """Write each run of ``main`` into the corresponding run of ``wire``."""
@@ -35,15 +35,15 @@ class Cast:
 
 
 class Blocks:
-    """Some tensors are sent as one byte per element and a scale per block, the others are cast as by a `Cast`.
+    """Some tensors are sent as one byte per element and a scale per block; the others are cast as by a `Cast`.
 
-    What is sent is a buffer of bytes, in as many pieces as main. One buffer holds all tensors of a group.
+    All tensors of a group are sent in one buffer of bytes, with as many pieces as main.
     """
 
     def __init__(self, formats: Formats, dtype: torch.dtype) -> None:
         self.dtype, self.formats = dtype, formats
         self._coder = formats.gather_coder(dtype)
-        self.layout = self._coder.wire.bytes  # of what travels
+        self.layout = self._coder.wire.bytes  # of the buffer of bytes
 
     def encode(self, main: DBuffer, wire: DBuffer) -> None:
         """Write this rank's shard of main to its place in a buffer of bytes."""
@@ -85,8 +85,8 @@ class Extension:
         self._shape = torch.Size(layout.slots[index].shape)
         rows = -(-self._shape[0] // layout.num_shards)
         self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
-        self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
-        self._remembered: Any = None
+        self._sizes: list[torch.Size] = []  # of the tensors that this rank sends
+        self._metadata: Any = None  # from `fsdp_pre_all_gather`
         self.made: torch.Tensor | None = None  # the full parameter
         self._owned: list[torch.Tensor] = []  # its memory
 
@@ -100,8 +100,8 @@ class Extension:
     @property
     def copies(self) -> bool:
         """Whether the full parameter shares no memory with what was gathered."""
-        asked = getattr(self._local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
-        return asked is not None and asked()
+        method = getattr(self._local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
+        return method is not None and method()
 
     def encode(self) -> list[torch.Tensor]:
         """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
@@ -120,20 +120,20 @@ class Extension:
                 f"fsdp_pre_all_gather of parameter '{self._member.name}' takes {count} arguments; it must take 1 "
                 "(mesh) or 5 (mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        given, self._remembered = before(*context[:count])
-        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        sent, self._metadata = before(*context[:count])
+        sent = [sent] if isinstance(sent, torch.Tensor) else list(sent)
         if local.shape != self._padded:
-            given = [self._filled_up(as_plain(each)) if each.shape == local.shape else each for each in given]
-        self._sizes = [each.size() for each in given]
+            sent = [self._pad(as_plain(each)) if each.shape == local.shape else each for each in sent]
+        self._sizes = [each.size() for each in sent]
         if local.shape != self._padded and any(size != self._padded for size in self._sizes):
             raise ValueError(
                 f"parameter '{self._member.name}' has shards of unequal size: fsdp_pre_all_gather must pad its tensors "
                 f"to {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
             )
-        return [as_plain(each) for each in given]
+        return [as_plain(each) for each in sent]
 
-    def _filled_up(self, part: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank, and as many of no meaning as others have more."""
+    def _pad(self, part: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank, padded to as many as the first rank has."""
         padded = part.new_zeros(self._padded[0], *part.shape[1:])
         padded[: part.shape[0]].copy_(part)
         return padded
@@ -141,12 +141,12 @@ class Extension:
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
         """Decode what all ranks sent, each tensor of `encode` flat, into `made`: the same tensor in every call."""
         parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
-        # What was padded for the gather comes back without: the parameter could not be filled from it otherwise.
+        # Without the padding, which ``out`` has no room for.
         parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
         after, full = self._methods(self._local)[1], self._member.full
-        remembered, self._remembered = self._remembered, None
+        metadata, self._metadata = self._metadata, None
         if self.made is None or full is None:
-            made, owned = after(tuple(parts), remembered, self.dtype)
+            made, owned = after(tuple(parts), metadata, self.dtype)
             stride = torch.empty(self._shape, device="meta").stride()
             self.made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
             return
@@ -155,7 +155,7 @@ class Extension:
             if not storage.nbytes():
                 storage.resize_(tensor.numel() * tensor.element_size())
         with _torch.keeping_versions([full, *self._owned]):
-            after(tuple(parts), remembered, self.dtype, out=full)
+            after(tuple(parts), metadata, self.dtype, out=full)
 
     def release(self) -> None:
         """Free the memory of the full parameter; `decode` is called before it is used again."""
@@ -173,7 +173,7 @@ class Extension:
         return before, after
 
 
-class Composed(Extension):
+class LeafwiseExtension(Extension):
     """A frozen parameter of a subclass without these methods: torchao's quantised weights.
 
     Such a tensor consists of plain tensors (`__tensor_flatten__`). Those with one row for each of its rows (codes, a
@@ -188,9 +188,9 @@ class Composed(Extension):
 
     def encode(self) -> list[torch.Tensor]:
         leaves = zip(self._structure.leaves(self._on_device()), self._cut)
-        given = [self._filled_up(leaf) for leaf, is_cut in leaves if is_cut]
-        self._sizes = [each.size() for each in given]
-        return given
+        sent = [self._pad(leaf) for leaf, is_cut in leaves if is_cut]
+        self._sizes = [each.size() for each in sent]
+        return sent
 
     def decode(self, gathered: Sequence[torch.Tensor]) -> None:
         parts = [flat.view(-1, *size[1:])[: self._shape[0]] for flat, size in zip(gathered, self._sizes)]
@@ -207,17 +207,17 @@ class Composed(Extension):
                 owned.copy_(part)
 
 
-def as_plain(given: torch.Tensor) -> torch.Tensor:
-    """A plain tensor that can be sent; for a subclass, a copy of it to a plain tensor."""
-    if type(given) is torch.Tensor:
-        return given
-    plain = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-    plain.copy_(given)
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with the values of a tensor, which may be of a subclass."""
+    if type(tensor) is torch.Tensor:
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)  # which may return a subclass
     return plain
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether a parameter, or the local part of one, is of a class that holds its values in other tensors."""
+    """Whether a parameter, or its local tensor, is of a subclass that holds its values in other tensors."""
     return _torch.is_wrapper(_torch.held_of(tensor))
 
 
