@@ -16,7 +16,8 @@ from flatshard import _torch
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, SUCCESSOR, owner_of, successor_of
 from flatshard.engine.parameters.sharded_param import attributes_of
-from flatshard.engine.tree.build import Choices, owned_modules, units_below
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.parameters import Choices, owned_modules
 from flatshard.engine.tree.unit_classes import original_classes
 from flatshard.engine.units.changes import absorb
 from flatshard.engine.units.unit import Unit, unit_of, unit_with

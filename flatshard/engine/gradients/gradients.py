@@ -29,7 +29,7 @@ from flatshard.engine.gradients.main_grads import MainGrads, Reduced, call_finis
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction, Stage, Uses, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.weights.codec import as_plain
+from flatshard.engine.weights.extensions import as_plain
 from flatshard.engine.weights.formats import Formats
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Layout, Partial, Placement, is_sharded

@@ -27,7 +27,7 @@ from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
-from flatshard.engine.weights.codec import unfilled
+from flatshard.engine.weights.extensions import unfilled
 from flatshard.engine.weights.source import lasting_tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -19,10 +19,11 @@ from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, Extension, LeafwiseExtension, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast
+from flatshard.engine.weights.extensions import Decoded, Extension, LeafwiseExtension, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
 from flatshard.engine.weights.offload import Home
-from flatshard.engine.weights.source import Decoded, Source, source_for
+from flatshard.engine.weights.source import Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
 

@@ -13,7 +13,8 @@ from torch import nn
 from flatshard import _arguments
 from flatshard.engine.groups.changes import Names, check_found, fill, held_by_modules
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.tree.build import owned_modules, units_below
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.parameters import owned_modules
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.engine.weights.source import lasting_tensors
 

@@ -1,11 +1,11 @@
-"""Where the full weights of a group come from: one class per way, chosen once by `source_for`.
+"""Where the full weights of a group come from: one class per way. `source_for` chooses it, once.
 
 `OfMain`      main itself: every rank has all of it, in the compute dtype
 `Compute`     persistent compute weights, if every rank has all of them; refreshed from main after a step
 `Gathered`    a buffer that is allocated for each use and gathered from shards of main or of persistent compute weights,
               or in a backward from shards on the post-forward mesh
 `FromBytes`   the same for encoded shards: gathered bytes are decoded when the weights are needed
-`Decoded`     tensor subclasses, which encode and decode themselves
+`Decoded`     tensor subclasses, which encode and decode themselves (extensions.py)
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
-from flatshard.engine.weights.codec import Blocks, Cast, Extension
+from flatshard.engine.weights.codec import Blocks, Cast
 from flatshard.engine.weights.offload import Home, HostCopy
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -391,62 +390,6 @@ class FromBytes(Gathered):
         self._is_open = True
         if self._wire is not None and self._pool is not None:
             self._pool.release(self._wire.local)
-
-
-class Decoded(Source):
-    """Parameters of tensor subclasses, gathered in one launch and decoded into memory of their own."""
-
-    def __init__(self, each: Sequence[Extension], mesh: DeviceMesh) -> None:
-        self.each, self._mesh = list(each), mesh
-        self._pool: Pool | None = None
-        self._counts: list[int] = []  # of tensors that each parameter has sent
-        self.wire: list[torch.Tensor] = []  # what is gathered, flat
-        self._is_open = False
-
-    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self._pool, self._is_open = pool, False
-        lane, axis = pool.lane, self._mesh.ndim - 1
-        group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
-        with lane.entered(), lasting_tensors():
-            encoded = [one.encode() for one in self.each]
-            self._counts = [len(tensors) for tensors in encoded]
-            given = [tensor for tensors in encoded for tensor in tensors]
-            if not self.wire:
-                self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
-            for output in self.wire:
-                pool.allocate(output)
-            sent = [(output, each.reshape(-1)) for output, each in zip(self.wire, given) if each.numel()]
-            return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
-
-    def open(self) -> None:
-        if self._is_open:
-            return
-        assert self._pool is not None
-        gathered = iter(self.wire)
-        with lasting_tensors():
-            for one, count in zip(self.each, self._counts):
-                parts = list(islice(gathered, count))
-                one.decode(parts)
-                for part in parts if one.copies else ():
-                    self._pool.release(part)
-        self._is_open = True
-
-    def full(self, index: int) -> torch.Tensor:
-        made = self.each[index].made
-        assert made is not None
-        return made
-
-    def release(self) -> None:
-        assert self._pool is not None
-        for output in self.wire:
-            self._pool.release(output)
-        for one in self.each:
-            one.release()
-
-    def cancel(self) -> None:
-        assert self._pool is not None
-        self._pool.lane.join()  # as in `Gathered.cancel`
-        self.release()
 
 
 def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool) -> Source:
