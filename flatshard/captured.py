@@ -116,11 +116,11 @@ class Captured:
         before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        # Other graphs hold the addresses of the state of these.
+        # The state of an optimizer in another graph cannot be moved.
         fixed = {id(optimizer) for graph in _graphs for optimizer in graph.optimizers}
         movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
         pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
-        with _quiet(roots) as lasting, ExitStack() as stack:
+        with _idle_lanes(roots) as lasting, ExitStack() as stack:
             memory = [stack.enter_context(pool.keeping_memory()) for pool in pools.values()]
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
@@ -198,7 +198,7 @@ def _captured(
 
 
 class _Graph:
-    """A captured step: its arguments, its results, and the state that it depends on."""
+    """A captured step: its arguments and results, and the state that it depends on."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ _graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
 
 def _places(roots: Sequence[Root]) -> list[tuple[object, ...]]:
-    """Of each group: the address of main, the source of its full weights, which parameters train, and the policy."""
+    """Per group: the address of main, the source of its full weights, which parameters train, and the policy."""
     groups = [group for root in roots for unit in root.units for group in unit.groups]
     trains = [tuple([member.sharded.requires_grad for member in group.params]) for group in groups]
     return [(g.main.local.data_ptr(), id(g.source), trained, g.policy) for g, trained in zip(groups, trains)]
@@ -324,8 +324,8 @@ def _join_lanes(root: Root) -> None:
         lane.join()
 
 
-def _start_anew(root: Root) -> list[MainGrads]:
-    """Free all gathered weights, also kept ones, and the memory of gradients that are hidden; returns those gradients.
+def _free_memory(root: Root) -> list[MainGrads]:
+    """Free all gathered weights and the memory of cleared gradients; returns those gradients.
 
     A graph must compute everything from the main weights, and must not write to memory that may be reused later.
     """
@@ -377,12 +377,12 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
 
 
 @contextmanager
-def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
-    """Wait for all launches first, so that the body does not wait for them, nor later code for what it captures.
+def _idle_lanes(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
+    """Wait for all launches first, so that the capture does not; and forget captured launches afterwards.
 
-    Yields gradients whose memory, hidden between steps, has been freed.
+    Yields the gradients whose memory has been freed.
     """
-    lasting = [grads for root in roots for grads in _start_anew(root)]
+    lasting = [grads for root in roots for grads in _free_memory(root)]
     torch.cuda.synchronize()
     _epochs.begin()
     record.captures = True

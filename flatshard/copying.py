@@ -34,8 +34,8 @@ class _NoCopy(TypeError, AssertionError):
 def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The result of `copy.deepcopy` for a module that is a unit.
 
-    First the modules are copied, with parameters without values in place of the sharded ones, and without the units and
-    their hooks. Then the copies are sharded with the same settings and get copies of the shards.
+    First the modules are copied without units and hooks, and with meta parameters instead of the sharded ones. Then the
+    copies are sharded with the same settings and get copies of the shards.
     """
     units = sorted((unit for _, unit in units_below(module)), key=lambda unit: unit.number)
     for unit in units:
@@ -52,7 +52,7 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
         own = {name: value for name, value in attributes_of(sharded).items() if name not in (OWNER, SUCCESSOR)}
         memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
     for owned in _owned(module):
-        memo[id(owned)] = _gone
+        memo[id(owned)] = _not_copied
     with original_classes(module):
         made: nn.Module = copy.deepcopy(module, memo)
     for each in made.modules():
@@ -68,8 +68,8 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
     return made
 
 
-def _gone(*args: Any) -> None:
-    """A placeholder for objects that a copy does not get."""
+def _not_copied(*args: Any) -> None:
+    """A placeholder for objects that are not copied."""
 
 
 def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
@@ -117,7 +117,7 @@ def _is_ours(hook: Any) -> bool:
 
 def _remove(attributes: dict[str, Any]) -> None:
     for name, value in list(attributes.items()):
-        if value is _gone:
+        if value is _not_copied:
             del attributes[name]
         elif isinstance(value, dict) and name != "_modules":
             _remove(value)
@@ -137,7 +137,7 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
 
 
 def _blank(group: ParamGroup, index: int) -> nn.Parameter:
-    """A parameter without values, otherwise as the original before sharding, so that the copy has the same groups."""
+    """A parameter like the original before sharding, on the meta device."""
     member, (dtype, trainable) = group.params[index], group.made_for
     values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:

@@ -1,6 +1,6 @@
-"""Lanes: ordered queues of communication, and the only callers of collectives that training waits for.
+"""Lanes: ordered queues of collectives. Training launches its collectives through lanes only.
 
-On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous work. A launch returns a `Ticket`.
+On CUDA a lane is a stream, on CPU the process group's queue of asynchronous work. A launch returns a `Ticket`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from flatshard.trust.record import KINDS, GroupRecord, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
-# How many operations a lane remembers for its history.
-HISTORY = 256
+HISTORY = 256  # operations in the history of a lane
 _CPU = torch.device("cpu")
-_IN_THREADS = "threaded"  # torch's for tests: the ranks are threads of one process
+_IN_THREADS = "threaded"  # torch's backend for tests, whose ranks are threads of one process
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -41,7 +40,7 @@ class _Inside:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.after: Tickets = ()
-        self.began: Any = None  # when, in a recording
+        self.began: Any = None  # the moment, in a recording
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
         self.depth = 0
@@ -72,9 +71,9 @@ class _Inside:
 class Lane:
     """An ordered queue of collectives on one device.
 
-    ``own_groups=True`` gives the lane separate process groups. A group keeps the launch order of two lanes that share
-    it, although they have two streams; lanes whose collectives must overlap need separate groups. ``patience``: the
-    lane has separate Gloo groups with this timeout.
+    ``own_groups=True`` gives the lane separate process groups. Collectives of one process group run in launch order,
+    even on two lanes; lanes whose collectives must overlap need separate groups. ``patience``: the lane has separate
+    Gloo groups with this timeout.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Lane:
     ) -> None:
         self.name = name
         self.device = device = torch.empty(0, device=device).device  # with its index
-        # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
-        # late for all that follows, and takes next to nothing from it.
+        # High priority: a gather that waits until a large matrix product leaves room delays all that follows, and
+        # takes almost nothing from the product.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.launched = 0
@@ -98,7 +97,7 @@ class Lane:
         # The name of the backend in a group for tensors of this device; and the entry of a group in the flight record.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._group_record = functools.cache(lambda group: _group_record(name, group))
-        self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups that need no backend
+        self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups whose ranks access each other's memory
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -286,7 +285,7 @@ class Lane:
         """
         with self.entered():
             values = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
-            for mesh in [*meshes, *meshes[:-1]]:  # what the later ones found out, the earlier ones learn
+            for mesh in [*meshes, *meshes[:-1]]:  # again, so that ranks of earlier meshes learn of the later ones
                 for axis in range(mesh.ndim):
                     group = self.group(mesh, axis)
                     if group.size() > 1:
@@ -347,7 +346,7 @@ def watch_over(device: torch.device) -> bool:
     if world is None or world.size() == 1 or _torch.backend_name(world, device) in WITHOUT_PEERS:
         return False
     if _torch.backend_name(world, device) == _IN_THREADS:
-        return True  # a process has one alarm and one flight record: ranks of it would write over each other's
+        return True  # a process has one alarm and one flight record, which its ranks cannot share
     store = _torch.default_store()
     watched = Watched(
         store=functools.partial(_own_store, weakref.ref(store)),
@@ -373,7 +372,7 @@ def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
 
 
 def _kept_store(store: Any) -> Any:
-    """What keeps the store's server alive, if it is in this process; None if torchrun has it."""
+    """The object that keeps the store's server alive, if that is in this process; None if torchrun has it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return None
     store = _without_prefixes(store)

@@ -65,7 +65,7 @@ class Wire:
 
 
 def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
-    """Which of the chosen tensors can be encoded: those sharded on dim 0 in segments whose tensors are all chosen."""
+    """Which chosen tensors can be encoded: those sharded on dim 0, in segments of which all tensors are chosen."""
     mixed = {slot.segment for slot, mark in zip(layout.slots, chosen) if slot.numel and not mark}
     return tuple(
         mark and slot.dim == 0 and slot.numel > 0 and slot.segment not in mixed

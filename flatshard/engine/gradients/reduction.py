@@ -174,7 +174,7 @@ class EncodedStage(Stage):
             if reduction.uses is not None:
                 reduction.uses = reduction.uses.clone()  # it is written here, and the given one may be cached
                 reduction.held.append(reduction.uses)
-            sent = coder.as_they_are(inputs)
+            sent = coder.unencoded(inputs)
             if sent is None:
                 sent = pool.temporary(piece * self._from.count, torch.uint8)
                 coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
