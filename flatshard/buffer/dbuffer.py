@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer.collectives import Gather
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Replicate, holding, is_sharded
+from flatshard.layout import Holding, Layout, Partial, Parts, Placement, holding, is_sharded
 
 
 class DBuffer:
@@ -141,26 +141,6 @@ class DBuffer:
         """The same values in another dtype, in a buffer of its own."""
         return self.like(self.local.to(dtype, copy=True))
 
-    def redistribute(
-        self, placements: Sequence[Placement], *, out: DBuffer | None = None, lane: Lane | None = None
-    ) -> DBuffer:
-        """This buffer in other placements, complete when the call returns (on CUDA: for the current stream).
-
-        Axes are gathered first to last and reduced or scattered last to first, so that every part stays contiguous.
-        """
-        placements = tuple(placements)
-        self._check_target(placements, out)
-        lane = Lane("redistribute", self.device) if lane is None else lane
-        current, ticket = self, lane.mark()
-        for axis in _steps(self.placements, placements):
-            step = (*current.placements[:axis], placements[axis], *current.placements[axis + 1 :])
-            current, ticket = current._step(axis, step, out if step == placements else None, lane, ticket)
-        ticket.wait()
-        if out is None or current is out:
-            return current
-        out.local.copy_(self.local)  # in the same placements
-        return out
-
     def gather_in_place(
         self,
         source: Sequence[Placement],
@@ -188,7 +168,10 @@ class DBuffer:
                 break
         else:
             plan = self._plan_gathers(tuple(source), own)
-            launches = [Gather(lane, lane.group(self.mesh, axis), *tensors, is_kept=True) for axis, *tensors in plan]
+            launches = [
+                Gather(lane, lane.group(self.mesh, axis), outputs, inputs, is_kept=True)
+                for axis, outputs, inputs in plan
+            ]
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:
@@ -204,7 +187,7 @@ class DBuffer:
         """Axis, outputs and inputs of each launch of `gather_in_place`."""
         plan: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
         current = source
-        for axis in _steps(source, self.placements):
+        for axis in axes_to_change(source, self.placements):
             step = (*current[:axis], self.placements[axis], *current[axis + 1 :])
             if not is_sharded(current[axis]):
                 raise ValueError(f"axis {axis} goes from {current[axis]} to {step[axis]}, which is not a gather")
@@ -212,48 +195,6 @@ class DBuffer:
             plan.append((axis, self.runs(get), self.runs(have) if plan or own is None else own.runs()))
             current = step
         return plan
-
-    def _step(
-        self, axis: int, placements: tuple[Placement, ...], out: DBuffer | None, lane: Lane, after: Ticket
-    ) -> tuple[DBuffer, Ticket]:
-        """Change one axis."""
-        source = self.placements[axis]
-        if out is None:
-            with lane.entered():
-                out = DBuffer.zeros(self.layout, self.mesh, placements, dtype=self.dtype, device=self.device)
-        if isinstance(source, Replicate):  # a scatter
-            with lane.entered((after,)):
-                if out.local.numel():
-                    torch._foreach_copy_(out.runs(), self.runs(out.held))
-                return out, lane.mark()
-        group = lane.group(self.mesh, axis)
-        if not isinstance(source, Partial):
-            return out, lane.all_gather(group, out.runs(), self.runs(), after=(after,))
-        shared = out.local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        if not is_sharded(placements[axis]):
-            with lane.entered((after,)):
-                if not shared:
-                    out.local.copy_(self.local)
-            return out, lane.all_reduce(group, [out.local], source.op)
-        if shared:
-            raise ValueError("`out` shares storage with the input of a reduce-scatter; give it separate storage")
-        return out, lane.reduce_scatter(group, out.runs(), self.runs(), source.op, after=(after,))
-
-    def _check_target(self, placements: tuple[Placement, ...], out: DBuffer | None) -> None:
-        if len(placements) != self.mesh.ndim:
-            raise ValueError(f"{len(placements)} placements were given for a mesh of {self.mesh.ndim} axes")
-        if out is None:
-            return
-        expected = {
-            "mesh": (out.mesh, self.mesh),
-            "placements": (out.placements, placements),
-            "dtype": (out.dtype, self.dtype),
-            "device": (out.device, self.device),
-            "layout": (out.layout, self.layout),
-        }
-        for what, (found, wanted) in expected.items():
-            if found != wanted:
-                raise ValueError(f"`out` has {what} {found}; expected {wanted}")
 
 
 def _runs_of(local: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
@@ -296,7 +237,7 @@ def held_by_this_rank(layout: Layout, mesh: DeviceMesh, placements: Sequence[Pla
     return holding(layout.num_shards, mesh.shape, coordinate, [is_sharded(p) for p in placements])
 
 
-def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
+def axes_to_change(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
     """The axes that change, in the order in which they can: gathers from the first axis on, others from the last."""
     gathers: list[int] = []
     others: list[int] = []
