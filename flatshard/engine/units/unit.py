@@ -25,7 +25,14 @@ from flatshard.engine.rows import Rows
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, Run, StoredTensors, anchored, pre_backward_hook, watch_transformed
+from flatshard.engine.watch.calls import (
+    Call,
+    ModuleForward,
+    StoredTensors,
+    anchored,
+    pre_backward_hook,
+    watch_transformed,
+)
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
@@ -249,7 +256,7 @@ class Unit(FullWeights):
                 if self.device.type != "cpu":
                     args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
-        run = call.running[which] = Run(recompute, transformed)
+        run = call.running[which] = ModuleForward(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
             if self.phase is Phase.BACKWARD:

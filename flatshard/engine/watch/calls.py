@@ -42,7 +42,7 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_runs", "backward", "forward"),
+        *("__weakref__", "_all", "_watched", "backward", "forward"),
         *(
             "unwatched",
             "in_recompute",
@@ -66,13 +66,13 @@ class Call:
         self.outer = before if before is not None and before.running else None  # the call around this one
         self.left = set(modules)  # modules whose forward has not ended
         self._all = modules
-        self.running: dict[int, Run] = {}  # modules whose forward is running, by id
+        self.running: dict[int, ModuleForward] = {}  # modules whose forward is running, by id
         self.inner: int | None = None  # in `call_as_forward`: the depth of forwards within the method
         self.in_recompute = recompute  # it was created within a backward
         self.watches = True  # a backward will go through its graph
         self.backward = 0  # the number of the last backward that has reached an output
         # The runs whose inputs need gradients, and whether a backward has completed those.
-        self._runs: dict[weakref.ref[Run], bool] = {}
+        self._watched: dict[weakref.ref[ModuleForward], bool] = {}
         self.unwatched = 0  # runs without such inputs: the end of their backward cannot be detected
         self.unwatched_readers = 0  # those of them whose backward reads weights: all but embeddings
         self.passed = False  # its backward has ended, or will never come
@@ -86,17 +86,17 @@ class Call:
     def restart(self) -> None:
         """Another backward runs through the retained graph."""
         self.passed = False
-        self._runs = dict.fromkeys(self._runs, False)
+        self._watched = dict.fromkeys(self._watched, False)
 
-    def input_gradients_complete(self, run: weakref.ref[Run]) -> None:
+    def input_gradients_complete(self, run: weakref.ref[ModuleForward]) -> None:
         """The gradients of a module's inputs are complete."""
-        self._runs[run] = True
-        self.passed = not self.unwatched and False not in self._runs.values()
+        self._watched[run] = True
+        self.passed = not self.unwatched and False not in self._watched.values()
 
     @property
     def has_read(self) -> bool:
         """Whether the backward has read all weights that it needs."""
-        return not self.unwatched_readers and False not in self._runs.values()
+        return not self.unwatched_readers and False not in self._watched.values()
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
         """Whether the running backward, number ``backward``, will go through this call, as far as can be known.
@@ -107,13 +107,13 @@ class Call:
             return False
         if nested or self.backward == backward:
             return True
-        for ref, is_over in self._runs.items():
+        for ref, is_over in self._watched.items():
             run = None if is_over else ref()
             if run is not None and _torch.will_be_executed(run.node):
                 return True
-        return not self._runs
+        return not self._watched
 
-    def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    def watch_inputs(self, run: ModuleForward, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Arguments for a module, hooked so that `Unit.post_backward` runs; and whether any needs a gradient."""
         wanted = tensors_with_grad((args, kwargs) if kwargs else args)
         if not wanted:
@@ -128,14 +128,14 @@ class Call:
         else:
             wanted = list({id(t): t for t in wanted}.values())
             passed = _PostBackward.apply(who, *wanted)  # type: ignore[no-untyped-call]
-        run.node, self._runs[which] = passed[0].grad_fn, False
+        run.node, self._watched[which] = passed[0].grad_fn, False
         if args and args[0] is first and not args[1:] and not wanted[1:]:
             return passed, kwargs, True
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def watch_outputs(self, run: Run, output: Any) -> bool:
+    def watch_outputs(self, run: ModuleForward, output: Any) -> bool:
         """Call `Unit.pre_backward` when a gradient reaches the output. Returns whether this can happen.
 
         The hook comes before other hooks of the tensor, which may also be an output of a nested unit, or an input: on
@@ -151,7 +151,7 @@ class Call:
         return bool(wanted)
 
 
-class Run:
+class ModuleForward:
     """The forward of one module, within a call."""
 
     __slots__ = ("__weakref__", "is_recompute", "is_transformed", "node")
@@ -170,7 +170,7 @@ class StoredTensors:
     def __init__(self) -> None:
         self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: before the first forward
 
-    def watch(self, call: Call, run: Run, modules: Sequence[nn.Module], nests: bool) -> None:
+    def watch(self, call: Call, run: ModuleForward, modules: Sequence[nn.Module], nests: bool) -> None:
         """Called after a forward of one of ``modules``.
 
         ``nests``: there are nested units, which hook the tensors below themselves.
@@ -226,7 +226,7 @@ class _PostBackward(torch.autograd.Function):
 
 @_torch.uncompiled
 def _post_backward_hook(
-    unit: Owner, call: weakref.ref[Call], run: weakref.ref[Run], grad: torch.Tensor | None = None
+    unit: Owner, call: weakref.ref[Call], run: weakref.ref[ModuleForward], grad: torch.Tensor | None = None
 ) -> None:
     watcher, known = unit(), call()
     if watcher is None:
@@ -237,7 +237,7 @@ def _post_backward_hook(
 
 
 @_torch.uncompiled
-def pre_backward_hook(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
+def pre_backward_hook(call: Call, run: ModuleForward, grad: torch.Tensor | None = None) -> None:
     """The hook on an output, which owns the call and the run of its module."""
     unit = call.unit()
     if unit is None:
