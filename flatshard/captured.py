@@ -219,7 +219,10 @@ class _Graph:
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
-        self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
+        self._hyperparameters, self._states = (
+            _hyperparameters(optimizers),
+            [state_places(optimizer) for optimizer in optimizers],
+        )
         _graphs.add(self)
 
     def check(self) -> None:
@@ -243,7 +246,7 @@ class _Graph:
             raise RuntimeError(
                 "the captured step is stale: the optimizer's state was replaced (load_state_dict); call renew() on it"
             )
-        if _numbers(self.optimizers) != self._numbers:
+        if _hyperparameters(self.optimizers) != self._hyperparameters:
             raise RuntimeError(
                 "the captured step is stale: a hyperparameter of the optimizer (lr, betas, weight_decay) was changed; "
                 "make the learning rate a tensor and change it with fill_, or call renew() on it"
@@ -284,7 +287,7 @@ def _gradients(roots: Sequence[Root]) -> list[int | None]:
     return [None if grad is None else grad.to_local().data_ptr() for grad in grads]  # type: ignore[attr-defined]
 
 
-def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
+def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
     return [
         tuple(
             (key, value.data_ptr() if isinstance(value, torch.Tensor) else value)

@@ -50,7 +50,7 @@ class LaneProtocol(Protocol):
 
     def mark(self) -> Ticket: ...
 
-    def finish(
+    def record_launch(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket: ...
 
@@ -96,7 +96,7 @@ class Gather:
             works, then = [_torch.all_gather_coalesced(*self._native)], None
         else:
             works, then = self._call()
-        return self._lane.finish(self.group, "all_gather", name, self._numbytes, works, then)
+        return self._lane.record_launch(self.group, "all_gather", name, self._numbytes, works, then)
 
     def merged(self, others: Sequence[Gather]) -> Gather:
         """One gather for this one and others of the same process group."""

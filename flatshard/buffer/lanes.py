@@ -129,7 +129,7 @@ class Lane:
         self.inside.after = after
         return self.inside
 
-    def following(self) -> _Inside:
+    def after_current_stream(self) -> _Inside:
         """The same, after all work that has been enqueued on the current stream."""
         if self.stream is not None:
             self.inside.after = (self.mark(),)
@@ -188,7 +188,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = collectives.gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self.finish(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
+            return self.record_launch(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -230,7 +230,7 @@ class Lane:
             then = collectives.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self.finish(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
+        return self.record_launch(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
 
     def all_reduce(
         self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
@@ -243,7 +243,7 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self.finish(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
+            return self.record_launch(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
 
     def init_communicators(self, groups: Sequence[ProcessGroup]) -> None:
         """Run one collective in each group, also in groups of one rank: NCCL creates communicators at first use."""
@@ -275,7 +275,7 @@ class Lane:
                 works = collectives.copy_locally([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self.finish(group, "all_to_all", name, input.nbytes, works)
+            return self.record_launch(group, "all_to_all", name, input.nbytes, works)
 
     def max_over_ranks(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The elementwise maximum of the ranks' numbers over all ranks of these meshes, on each of them.
@@ -299,9 +299,10 @@ class Lane:
             found: list[int] = values.tolist()
         return found
 
-    def finish(
+    def record_launch(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket:
+        """The ticket of a collective that has just been launched, and records of the launch."""
         if self.stream is None:
             ticket = Ticket(works=works, then=then)
         else:

@@ -108,7 +108,7 @@ class Pool:
         elif lasting:
             storage.resize_(size)
             if not for_current_stream:
-                with self.lane.following():
+                with self.lane.after_current_stream():
                     pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
@@ -139,7 +139,7 @@ class Pool:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if keep:
-            with self.lane.following():
+            with self.lane.after_current_stream():
                 pass
         if keep or not size:
             return

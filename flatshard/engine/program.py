@@ -33,8 +33,8 @@ class Turns:
         marked   x   x          the gradients of the group are complete on this rank
         next       ^            if gradients may still arrive for d, c waits; if not, d is skipped, and c is due
 
-    The groups that `due` and `left` return, taken together, depend only on the order and on the set of groups that are
-    used, not on the time of the marks. A group that is marked after its turn gets another turn at the end.
+    The groups that `due` and `remaining` return, taken together, depend only on the order and on the set of groups that
+    are used, not on the time of the marks. A group that is marked after its turn gets another turn at the end.
 
     ``free``: there is no order yet, and a group is due as soon as it is marked; the ranks then compare their launches.
     """
@@ -82,7 +82,7 @@ class Turns:
             self._next += 1
         return self._order[first : self._next]
 
-    def left(self) -> Iterator[int]:
+    def remaining(self) -> Iterator[int]:
         """At the end of the backward: the groups that have not had their turn."""
         while self._next < len(self._order):
             self._next += 1

@@ -47,7 +47,7 @@ class Stream:
         self._arriving, self._stepping, self._leaving = (
             Lane(name, device) for name in ("state in", "step", "state out")
         )
-        with self._arriving.following():  # what is still written to host memory comes first
+        with self._arriving.after_current_stream():  # what is still written to host memory comes first
             pass
         self._slots = deque(_Slot() for _ in range(_SLOTS))
         self._gradients: deque[tuple[Ticket, object]] = deque()  # which are being read, and until when
@@ -55,7 +55,7 @@ class Stream:
 
     def follow(self) -> None:
         """Order steps after all work that has been enqueued on the current stream."""
-        with self._stepping.following():
+        with self._stepping.after_current_stream():
             pass
 
     def run(self, given: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:

@@ -313,7 +313,7 @@ class Gradients:
         resting, fresh = self._resting, self._resting is None
         if resting is None:
             resting = self._buffer(stages[-1].placements, self._rests_in, self._empty)
-        with lane.following():
+        with lane.after_current_stream():
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
@@ -340,7 +340,7 @@ class Gradients:
         is_final = is_last and not (finished or unused or self.main_grads.undecided)
         stays = on_host and fresh and is_final and self.main_grads.may_stay_on_device(result)
         kept = self._buffer(self.main.placements, result, self._empty) if stays else None
-        with lane.following():
+        with lane.after_current_stream():
             inputs, reduction.held = self._inputs(gradients, pool)
             reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
             in_place = fresh and self.grad_dtype == result and not on_host

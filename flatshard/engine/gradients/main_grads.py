@@ -85,7 +85,7 @@ class MainGrads:
         `_torch.PlainAttributes`, because it reads every parameter.
         """
         if always and self.buffer is None:
-            self._give_back()
+            self._free_memory_pool()
         if self.buffer is None or self.in_flight or self.undecided or (self._accumulates and not always):
             return
         if self.kept is not None and any(grad is not None for grad in self.kept):
@@ -95,9 +95,9 @@ class MainGrads:
                 return
         self.buffer, self.shown, self.on_device = None, [], None
         if always:
-            self._give_back()
+            self._free_memory_pool()
 
-    def _give_back(self) -> None:
+    def _free_memory_pool(self) -> None:
         """Free the separate memory pool, and with it the memory that it caches."""
         self.__dict__.pop("_memory", None)
 
@@ -244,7 +244,7 @@ class MainGrads:
                 local = self.home.empty(self._numel + self.room, self.dtype)
         else:
             if "_memory" in self.__dict__ and not is_captured:
-                self._give_back()
+                self._free_memory_pool()
             local = self.home.empty(self._numel + self.room, self.dtype)
         buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
@@ -280,7 +280,7 @@ class MainGrads:
             self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))
             self.shown[index].__dict__[MAIN_GRAD] = buffer
             _torch.keep_values(known)
-        with lane.following():  # an earlier reduce of the group may still write there
+        with lane.after_current_stream():  # an earlier reduce of the group may still write there
             for index in others:
                 view = buffer.local_view(index)
                 with _torch.PlainAttributes():

@@ -174,7 +174,7 @@ class Gathers:
         assert unit.rows is not None
         announce = functools.partial(self._announcer.announce, unit=unit) if self._program.announces else None
         found = unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
-        with self.lane.following():
+        with self.lane.after_current_stream():
             pass
         return found
 

@@ -96,7 +96,7 @@ class Reduces:
         """At the end of a backward: reduce the groups that have not been reduced, and those with a second turn."""
         self._has_stopped = False in [unit.goal is Goal.FINAL for unit in units]
         turns = self._program.turns
-        for number in turns.left():
+        for number in turns.remaining():
             self._reduce_if_needed(number)
         groups = enumerate([group() for _, group in self._groups])
         waiting = {number for number, group in groups if group is not None and group.gradients.waiting}

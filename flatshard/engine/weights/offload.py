@@ -107,7 +107,7 @@ class Home:
         The copy comes after ``ticket``, and after all work that has been enqueued on the current stream. Waiting for
         the ticket that is returned blocks the host; afterwards the gradients can be read.
         """
-        with lane.following():
+        with lane.after_current_stream():
             copied = lane.follow(ticket, lambda: _copy(reduced.local, main_grad.local, complete))
         return Ticket(then=copied.synchronize)
 
