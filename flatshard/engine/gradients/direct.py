@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import nn
 
-from flatshard.engine.gradients.gradients import Gradients
+from flatshard.engine.gradients.gradients import Gradients, refuse_orphan
 
 _OWNER = "_flatshard_main_grad_of"
 
@@ -60,8 +60,5 @@ def owner_of_main_grad(full: torch.Tensor) -> tuple[Gradients, int]:
     ref, index = full.__dict__[_OWNER]
     gradients: Gradients | None = ref()
     if gradients is None:
-        raise RuntimeError(
-            "a gradient is written for a sharded parameter that has been moved, cast or deleted since its forward; run "
-            "the backward before you change the model"
-        )
+        refuse_orphan()
     return gradients, index

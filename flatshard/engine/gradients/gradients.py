@@ -17,7 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -516,7 +516,7 @@ def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.
         target.arrived(index)
 
 
-def refuse_orphan() -> None:
+def refuse_orphan() -> NoReturn:
     """Raise for a gradient of a parameter whose group has been freed."""
     raise RuntimeError(
         "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "

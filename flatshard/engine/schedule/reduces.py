@@ -32,7 +32,6 @@ class Reduces:
         self._unresolved: list[Callable[[], None]] = []  # the `Reduction.resolve_uses` of those that are over
         self.steps = EarlySteps()
         self._largest = -1  # bytes of the largest reduce of this backward; -1: not known yet
-        self.launched = 0
         self.is_alike = True  # all ranks use the same parameters
         self.is_one_of_several = False  # `Root.reduce_accumulated` is running, and may be called on other roots next
         self._root = weakref.ref(root)
@@ -193,7 +192,6 @@ class Reduces:
             reduction = gradients.reduce(pool, goal, unit.name, is_last)
         self.in_flight.append(reduction)
         self._reduced.add(number)
-        self.launched += 1
         if not self._policy.async_reduce and not (self._has_optional and self._could_hang()):
             self._wait_for_oldest()
 
