@@ -73,7 +73,7 @@ def _hold(unit: Unit) -> None:
 
 def _let_go(unit: Unit) -> None:
     """The last context of a unit has ended: reshard it, or hide its weights if another lease needs them."""
-    if Lease.PASS in unit.leases or unit.phase is not Phase.IDLE:
+    if Lease.PASS in unit.leases or unit.phase is not Phase.RESTING:
         return
     if unit.leases:
         unit.hide()

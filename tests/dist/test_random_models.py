@@ -60,7 +60,7 @@ def compare(what: str, ours: torch.Tensor | None, wanted: torch.Tensor | None) -
 def at_rest(model: nn.Module, evaluated: bool = False) -> None:
     """Between steps nothing is gathered, but what a pass without a backward keeps for the next, and all units rest."""
     root = unit_of(model).root
-    assert {unit.phase for unit in root.units} == {Phase.IDLE}
+    assert {unit.phase for unit in root.units} == {Phase.RESTING}
     if evaluated:
         return
     assert (root.gather_pool.live_bytes, root.gather_pool.live_buffers) == (0, 0)

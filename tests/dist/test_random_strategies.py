@@ -91,7 +91,7 @@ def said(model: nn.Module, choice: Choice, number: int) -> AbstractContextManage
 def at_rest(model: nn.Module, evaluated: bool) -> None:
     """Between steps all units rest, and nothing is gathered, but what a pass without a backward keeps for the next."""
     for _, unit in units_below(model):
-        assert unit.phase is Phase.IDLE
+        assert unit.phase is Phase.RESTING
         for group in unit.groups:
             assert not group.gradients.has_partial
             assert not group.gradients.waiting

@@ -31,7 +31,7 @@ def at_rest(model):
     assert not root.reduces.in_flight
     assert root.program.running is None
     for _, unit in units_below(model):
-        assert unit.phase is Phase.IDLE
+        assert unit.phase is Phase.RESTING
         for group in unit.groups:
             assert not group.is_full
             assert not group.gradients.waiting

@@ -129,7 +129,7 @@ def _contexts(rank, world):
     assert not first.is_root()
     assert (model.name, second.name) == ("", "blocks.1")
     assert model.context is first.context
-    assert model.phase is FsdpModule.Phase.IDLE
+    assert model.phase is FsdpModule.Phase.RESTING
     with pytest.raises(ValueError, match="device"), fully_shard_context(device="meta"):
         fully_shard(nn.Linear(2, 2), mesh, FLAT)
     with pytest.raises(ValueError, match="NCCL"):

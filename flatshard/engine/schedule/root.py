@@ -181,7 +181,7 @@ class Root:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
         self.entry = None
         for unit in self.units:
-            if unit.phase is not Phase.IDLE or unit.may_recompute:
+            if unit.phase is not Phase.RESTING or unit.may_recompute:
                 unit.end_forward(grads)
         self.gathers.release_prefetched()
         self._end_pass()

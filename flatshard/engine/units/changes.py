@@ -121,7 +121,7 @@ def written(unit: Unit) -> Iterator[None]:
     """
     if unit.root is not None:
         unit.root.recover_if_broken()
-    if unit.phase is not Phase.IDLE or unit.awaits_backward:
+    if unit.phase is not Phase.RESTING or unit.awaits_backward:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
             "run the backward first, or run the forward under torch.no_grad()"

@@ -38,11 +38,14 @@ from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
 class Phase(Enum):
-    """A recompute does not change the phase: it happens on the way to `BACKWARD`, or within it."""
+    """A recompute does not change the phase: it happens on the way to `BACKWARD`, or within it.
+
+    Megatron-FSDP's `FsdpModule.Phase` has these names.
+    """
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and this is called at every step
 
-    IDLE = "idle"  # no pass is running through it; a graph may still need a backward: `awaits_backward`
+    RESTING = "resting"  # no pass is running through it; a graph may still need a backward: `awaits_backward`
     FORWARD = "forward"
     BACKWARD = "backward"  # a gradient has reached an output
 
@@ -128,7 +131,7 @@ class Unit(FullWeights):
         self.choices: Any = None  # the arguments of `fully_shard`, for copies of the module
         self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # implements `copy.deepcopy`
         self.number = next(_numbers)  # the units of this process in the order of their `fully_shard` calls
-        self.phase = Phase.IDLE
+        self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
         self.is_written = False  # the modules hold whole copies, for the user to write to
@@ -205,7 +208,7 @@ class Unit(FullWeights):
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has finished this unit, or has not reached it."""
-        if self.phase is not Phase.IDLE or self.call is not None or self.may_recompute:
+        if self.phase is not Phase.RESTING or self.call is not None or self.may_recompute:
             return False
         for group in self.needs:
             if group.ticket is None:
@@ -359,7 +362,7 @@ class Unit(FullWeights):
             self._after_exception(module, args, None)
 
     def _after_forward(self, root: RootProtocol, grads: bool) -> None:
-        self.phase = Phase.IDLE
+        self.phase = Phase.RESTING
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
@@ -556,7 +559,7 @@ class Unit(FullWeights):
                 if self.intent.reshard_after_backward:
                     self.hide()  # the weights are kept for the next micro-batch, but users see sharded parameters
         self.call = None  # there may be one of a recompute that stopped early, or ran only some modules of a list
-        self.phase = Phase.IDLE
+        self.phase = Phase.RESTING
         self.may_recompute = False
         for group in self.groups:
             if group.post_forward_mesh is not None:
@@ -591,7 +594,7 @@ class Unit(FullWeights):
         if broken_backward:
             for group in self.groups:
                 group.gradients.drop()
-        self.phase = Phase.IDLE
+        self.phase = Phase.RESTING
         if Lease.USER not in self.leases:
             self.release(always=True)
         elif broken_backward:
@@ -605,7 +608,7 @@ class Unit(FullWeights):
         for group in self.groups:
             group.gradients.drop()
             group.gradients.drop_partial()
-        self.phase = Phase.IDLE
+        self.phase = Phase.RESTING
         self.reset_after_backward()
         self.release(always=True)
 

@@ -89,9 +89,9 @@ class AnnotatedUnit(Unit):
         before, self.__dict__["phase"] = self.__dict__["phase"], phase
         if phase is before or (self.device.type != "cuda" and torch.cuda.nvtx.range_push is _RANGE_PUSH):
             return
-        if before is not Phase.IDLE:
+        if before is not Phase.RESTING:
             torch.cuda.nvtx.range_pop()
-        if phase is not Phase.IDLE:
+        if phase is not Phase.RESTING:
             torch.cuda.nvtx.range_push(f"MFSDP {self.name if self.index else '<root>'} {phase.value}")
 
 
