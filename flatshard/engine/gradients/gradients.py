@@ -199,18 +199,17 @@ class Gradients:
         """Move the gradients that have arrived from the full parameters to the returned list."""
         if self._arrived:
             self._arrived.clear()
-        params = self.params
-        taken = [None if param.full is None else param.full.grad for param in params]
-        for index, gradient in enumerate(taken):
-            full, inner = params[index].full, params[index].inner
+        taken: list[torch.Tensor | None] = [None] * self._uses.count
+        for index, param in enumerate(self.params):
+            full = param.full
+            gradient = None if full is None else full.grad
             if full is not None and gradient is not None:
                 full.grad = None
                 if gradient.requires_grad:  # of a backward with create_graph=True; no graph goes through a reduce
-                    gradient = taken[index] = gradient.detach()
-                if inner is not None:
-                    gradient = taken[index] = inner.local_gradient(gradient)
-                if type(gradient) is not torch.Tensor:
-                    taken[index] = as_plain(gradient)
+                    gradient = gradient.detach()
+                if param.inner is not None:
+                    gradient = param.inner.local_gradient(gradient)
+                taken[index] = gradient if type(gradient) is torch.Tensor else as_plain(gradient)
         return taken
 
     @property

@@ -426,8 +426,12 @@ class Unit(FullWeights):
 
     def _expect_backward(self, call: Call) -> None:
         """A backward of this call may follow."""
-        others = [ref for ref in self._calls if (known := ref()) is not None and known is not call and not known.passed]
-        self._calls = [*others, weakref.ref(call)]
+        calls = [weakref.ref(call)]
+        for ref in self._calls:
+            other = ref()
+            if other is not None and other is not call and not other.passed:
+                calls.append(ref)
+        self._calls = calls
 
     def _has_graph(self) -> bool:
         """Within a recompute: whether an earlier forward has the graph, and so the hooks, of its backward.
@@ -445,7 +449,11 @@ class Unit(FullWeights):
     @property
     def awaits_backward(self) -> bool:
         """Whether a backward of a forward is expected."""
-        return bool(self._awaited_calls)
+        for ref in self._calls:
+            call = ref()
+            if call is not None and not call.passed:
+                return True
+        return False
 
     @property
     def is_ahead(self) -> bool:

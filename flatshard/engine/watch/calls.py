@@ -115,7 +115,8 @@ class Call:
 
     def watch_inputs(self, run: ModuleForward, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         """Arguments for a module, hooked so that `Unit.post_backward` runs; and whether any needs a gradient."""
-        wanted = tensors_with_grad((args, kwargs) if kwargs else args)
+        inputs = args if args[1:] or not args else args[0]
+        wanted = tensors_with_grad((inputs, kwargs) if kwargs else inputs)
         if not wanted:
             return args, kwargs, False
         which = weakref.ref(run)
