@@ -25,7 +25,7 @@ Moment = Any
 
 @dataclass
 class Wait:
-    """A wait for a collective. ``phase``: forward, backward or reduce. ``memory``: bytes by kind."""
+    """A wait for a collective in ``phase`` forward, backward or reduce. ``memory``: bytes by kind."""
 
     phase: str
     unit: str
@@ -41,7 +41,7 @@ class Wait:
 
 @dataclass
 class Launch:
-    """A collective of a lane. On CPU it counts from the end of the collective before it in its lane."""
+    """A collective of a lane. On CPU its time begins when the collective before it in the lane has ended."""
 
     lane: str
     kind: str
@@ -55,15 +55,15 @@ class Recording:
     """The waits, launches and step ends of the code in `recording`. A step ends with the first optimizer's step."""
 
     def __init__(self, only_waits: bool = True) -> None:
-        self.only_waits = only_waits  # a launch would cost two events
+        self.only_waits = only_waits  # do not record launches, which cost two events each
         self.waits: list[Wait] = []
         self.launches: list[Launch] = []
         self.steps: list[Moment] = []
-        self.is_over = False  # has been stopped
-        self._roots = weakref.WeakSet[Any]()  # that are described in `_units`
+        self.is_over = False  # it has been stopped
+        self._roots = weakref.WeakSet[Any]()  # described in `_units`
         self._units: list[dict[str, Any]] = []  # a row for each group
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._base: Moment = None  # the start of time on the device, once it has been used
+        self._base: Moment = None  # the first event on the device
 
     def now(self, device: torch.device) -> Moment:
         """The current moment of the current stream (CUDA) or of the host."""
@@ -115,7 +115,7 @@ class Recording:
             launch.end = time.perf_counter()
 
     def stop(self) -> None:
-        """Record nothing more, also if another recording, which began within this one, ends."""
+        """Record nothing more, even if a recording that began within this one ends."""
         global active
         self.is_over = True
         if active is self:
@@ -128,7 +128,7 @@ class Recording:
             self.steps.append(self.now(torch.device("cpu" if self._base is None else "cuda")))
 
     def seconds(self, moment: Moment) -> float:
-        """Seconds from a fixed start to a moment that has passed on the device."""
+        """Seconds from a fixed start to a moment. The device must have passed it."""
         if moment is None:
             return 0.0
         return float(moment) if isinstance(moment, float) else float(self._base.elapsed_time(moment)) * 1e-3
@@ -146,7 +146,7 @@ class Recording:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def gather_waits(self, first: int, root: Any) -> dict[str, float]:
-        """Seconds of waiting for all-gathers by unit of a root, from the wait with this number on."""
+        """Seconds of waiting for all-gathers by unit of a root, from wait number ``first`` on."""
         self._settle()
         found: dict[str, float] = {}
         for wait in self.waits[first:]:
@@ -170,8 +170,8 @@ class Recording:
             raise ValueError("a recording needs at least two optimizer steps: the start of the first is not recorded")
         start, stop = bounds[0][0], bounds[-1][1]
 
-        def span(begin: float, end: float, **told: Any) -> dict[str, Any]:
-            return {**told, "begin": begin - start, "end": end - start}
+        def span(begin: float, end: float, **fields: Any) -> dict[str, Any]:
+            return {**fields, "begin": begin - start, "end": end - start}
 
         waits = [replace(wait, begin=self.seconds(wait.begin), end=self.seconds(wait.end)) for wait in self.waits]
         waits = [wait for wait in waits if start <= wait.begin < stop]
@@ -199,7 +199,7 @@ class Recording:
 
 
 def _computed(waits: Sequence[Wait], bounds: Sequence[tuple[float, float]]) -> Iterator[Launch]:
-    """The spans of the compute stream between waits, by the unit waited for last; the last one is the optimizer."""
+    """The spans of the compute stream between waits, named by the last wait; the last span is the optimizer."""
     for begin, end in bounds:
         phase, unit, at = "before forward", "", begin
         for wait in (wait for wait in waits if begin <= wait.begin < end):

@@ -23,7 +23,8 @@ from flatshard.copying import copy_module
 from flatshard.engine.gradients.gradients import GradientScale
 from flatshard.engine.groups.registry import OWNER
 from flatshard.engine.schedule.root import root_of
-from flatshard.engine.tree.build import NO_SHARD, Choices, Values, Where, build_unit, owned_modules, units_below
+from flatshard.engine.tree.build import build_unit, units_below
+from flatshard.engine.tree.parameters import NO_SHARD, Choices, Values, Where, owned_modules
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.hf import methods_for
@@ -144,7 +145,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     add_rules()
     watch_steps()
     unit = build_unit(modules, choices, find_root)
-    unit.ask(refuses_meta=installed.refuses_meta)
+    unit.configure(refuses_meta=installed.refuses_meta)
     unit.copier = functools.partial(copy_module, make_unit)
     for each in modules:
         each.__class__ = unit_class(type(each), methods_for, bool(choices.rows))

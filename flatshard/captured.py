@@ -116,12 +116,12 @@ class Captured:
         before = _gradients(roots)
         static = [leaf.clone() for leaf in leaves]
         args, kwargs = _torch.tree_unflatten(static, tree)
-        # Other graphs hold the addresses of the state of these.
+        # The state of an optimizer in another graph cannot be moved.
         fixed = {id(optimizer) for graph in _graphs for optimizer in graph.optimizers}
         movable = [optimizer for optimizer in self._optimizers if id(optimizer) not in fixed]
         pools = {id(pool): pool for root in roots for pool in (root.gather_pool, root.reduce_pool)}
-        with _quiet(roots) as lasting, ExitStack() as stack:
-            memory = [stack.enter_context(pool.remembering()) for pool in pools.values()]
+        with _idle_lanes(roots) as lasting, ExitStack() as stack:
+            memory = [stack.enter_context(pool.keeping_memory()) for pool in pools.values()]
             _move_apart([tensor for optimizer in movable for tensor in state_tensors(optimizer)])
             graph, output, generators = _captured(lambda: self._step(*args, **kwargs), roots, lasting, self._segments)
         if _gradients(roots) != before:
@@ -190,15 +190,15 @@ def _captured(
         root.reset()
     if not isinstance(error, RuntimeError):
         raise error
-    told = str(error).partition("\n")[0]
+    cause = str(error).partition("\n")[0]
     raise RuntimeError(
-        f"the step cannot be captured: {told}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
+        f"the step cannot be captured: {cause}. It must not read values from the GPU (.item(), .cpu(), print, a Python "
         "condition on a tensor), synchronize, or read a random state. The model has been reset"
     ) from error
 
 
 class _Graph:
-    """A captured step: its arguments, its results, and the state that it depends on."""
+    """A captured step: its arguments and results, and the state that it depends on."""
 
     def __init__(
         self,
@@ -219,7 +219,10 @@ class _Graph:
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
-        self._numbers, self._states = _numbers(optimizers), [state_places(optimizer) for optimizer in optimizers]
+        self._hyperparameters, self._states = (
+            _hyperparameters(optimizers),
+            [state_places(optimizer) for optimizer in optimizers],
+        )
         _graphs.add(self)
 
     def check(self) -> None:
@@ -243,7 +246,7 @@ class _Graph:
             raise RuntimeError(
                 "the captured step is stale: the optimizer's state was replaced (load_state_dict); call renew() on it"
             )
-        if _numbers(self.optimizers) != self._numbers:
+        if _hyperparameters(self.optimizers) != self._hyperparameters:
             raise RuntimeError(
                 "the captured step is stale: a hyperparameter of the optimizer (lr, betas, weight_decay) was changed; "
                 "make the learning rate a tensor and change it with fill_, or call renew() on it"
@@ -271,7 +274,7 @@ _graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
 
 def _places(roots: Sequence[Root]) -> list[tuple[object, ...]]:
-    """Of each group: the address of main, the source of its full weights, which parameters train, and the policy."""
+    """Per group: the address of main, the source of its full weights, which parameters train, and the policy."""
     groups = [group for root in roots for unit in root.units for group in unit.groups]
     trains = [tuple([member.sharded.requires_grad for member in group.params]) for group in groups]
     return [(g.main.local.data_ptr(), id(g.source), trained, g.policy) for g, trained in zip(groups, trains)]
@@ -284,7 +287,7 @@ def _gradients(roots: Sequence[Root]) -> list[int | None]:
     return [None if grad is None else grad.to_local().data_ptr() for grad in grads]  # type: ignore[attr-defined]
 
 
-def _numbers(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
+def _hyperparameters(optimizers: Sequence[Optimizer]) -> list[tuple[tuple[str, object], ...]]:
     return [
         tuple(
             (key, value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -324,8 +327,8 @@ def _join_lanes(root: Root) -> None:
         lane.join()
 
 
-def _start_anew(root: Root) -> list[MainGrads]:
-    """Free all gathered weights, also kept ones, and the memory of gradients that are hidden; returns those gradients.
+def _free_memory(root: Root) -> list[MainGrads]:
+    """Free all gathered weights and the memory of cleared gradients; returns those gradients.
 
     A graph must compute everything from the main weights, and must not write to memory that may be reused later.
     """
@@ -335,15 +338,17 @@ def _start_anew(root: Root) -> list[MainGrads]:
     for group in groups:
         group.source.mark_stale()
     lasting = [group.gradients.main_grads for group in groups if group.gradients.main_grads.buffer is not None]
-    root.rest_gradients(always=True)
+    root.free_cleared_gradients(always=True)
     return [grads for grads in lasting if grads.buffer is None]
 
 
 def _check_arguments(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
-            told = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-            raise TypeError(f"a captured step takes tensors on a GPU, not {told}; let the function close over the rest")
+            found = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise TypeError(
+                f"a captured step takes tensors on a GPU, not {found}; let the function close over the rest"
+            )
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -375,12 +380,12 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
 
 
 @contextmanager
-def _quiet(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
-    """Wait for all launches first, so that the body does not wait for them, nor later code for what it captures.
+def _idle_lanes(roots: Sequence[Root]) -> Iterator[list[MainGrads]]:
+    """Wait for all launches first, so that the capture does not; and forget captured launches afterwards.
 
-    Yields gradients whose memory, hidden between steps, has been freed.
+    Yields the gradients whose memory has been freed.
     """
-    lasting = [grads for root in roots for grads in _start_anew(root)]
+    lasting = [grads for root in roots for grads in _free_memory(root)]
     torch.cuda.synchronize()
     _epochs.begin()
     record.captures = True

@@ -16,7 +16,8 @@ from flatshard import _torch
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, SUCCESSOR, owner_of, successor_of
 from flatshard.engine.parameters.sharded_param import attributes_of
-from flatshard.engine.tree.build import Choices, owned_modules, units_below
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.parameters import Choices, owned_modules
 from flatshard.engine.tree.unit_classes import original_classes
 from flatshard.engine.units.changes import absorb
 from flatshard.engine.units.unit import Unit, unit_of, unit_with
@@ -33,8 +34,8 @@ class _NoCopy(TypeError, AssertionError):
 def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The result of `copy.deepcopy` for a module that is a unit.
 
-    First the modules are copied, with parameters without values in place of the sharded ones, and without the units and
-    their hooks. Then the copies are sharded with the same settings and get copies of the shards.
+    First the modules are copied without units and hooks, and with meta parameters instead of the sharded ones. Then the
+    copies are sharded with the same settings and get copies of the shards.
     """
     units = sorted((unit for _, unit in units_below(module)), key=lambda unit: unit.number)
     for unit in units:
@@ -51,7 +52,7 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
         own = {name: value for name, value in attributes_of(sharded).items() if name not in (OWNER, SUCCESSOR)}
         memo[id(sharded)].__dict__.update(copy.deepcopy(own, memo))
     for owned in _owned(module):
-        memo[id(owned)] = _gone
+        memo[id(owned)] = _not_copied
     with original_classes(module):
         made: nn.Module = copy.deepcopy(module, memo)
     for each in made.modules():
@@ -67,8 +68,8 @@ def copy_module(make_unit: MakeUnit, module: nn.Module, memo: dict[int, Any]) ->
     return made
 
 
-def _gone(*args: Any) -> None:
-    """A placeholder for objects that a copy does not get."""
+def _not_copied(*args: Any) -> None:
+    """A placeholder for objects that are not copied."""
 
 
 def _check(module: nn.Module, units: Sequence[Unit], memo: dict[int, Any]) -> None:
@@ -116,7 +117,7 @@ def _is_ours(hook: Any) -> bool:
 
 def _remove(attributes: dict[str, Any]) -> None:
     for name, value in list(attributes.items()):
-        if value is _gone:
+        if value is _not_copied:
             del attributes[name]
         elif isinstance(value, dict) and name != "_modules":
             _remove(value)
@@ -136,7 +137,7 @@ def _choices(unit: Unit, memo: dict[int, Any], dims: dict[int, int]) -> Choices:
 
 
 def _blank(group: ParamGroup, index: int) -> nn.Parameter:
-    """A parameter without values, otherwise as the original before sharding, so that the copy has the same groups."""
+    """A parameter like the original before sharding, on the meta device."""
     member, (dtype, trainable) = group.params[index], group.made_for
     values = torch.empty(group.layout.slots[index].shape, dtype=dtype, device="meta")
     if member.inner is not None:
@@ -160,15 +161,15 @@ def _fill(sharded: nn.Parameter, blank: nn.Parameter) -> None:
 def _take_settings(unit: Unit, new: dict[int, Unit]) -> None:
     """Apply the settings of a unit to its copy."""
     intent, made = unit.intent, new[id(unit)]
-    told = dict(vars(intent))
+    settings = dict(vars(intent))
     for name in ("prefetch_in_forward", "prefetch_in_backward"):
-        if told[name] is not None:
-            others = [unit_of(module) for ref in told[name] if (module := ref()) is not None]
-            told[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
-    made.ask(**told)
+        if settings[name] is not None:
+            others = [unit_of(module) for ref in settings[name] if (module := ref()) is not None]
+            settings[name] = tuple(weakref.ref(new[id(each)].modules[0]) for each in others if id(each) in new)
+    made.configure(**settings)
     made.policy = unit.policy
     for mine, theirs in zip(made.groups, unit.groups, strict=True):
         mine.set_policy(theirs.policy)
         mine.source.keeps_storage = theirs.source.keeps_storage
         given = theirs.gradients
-        mine.gradients.ask(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)
+        mine.gradients.configure(scale=given.scale, sums_only=given.sums_only, counts_unused=given.counts_unused)

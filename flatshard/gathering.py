@@ -43,7 +43,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
                 _hold(unit)  # an enclosing context shows what was written
         return
     for unit in units:
-        _root(unit).give_up_broken()  # an interrupted pass may have left full parameters in the modules
+        _root(unit).recover_if_broken()  # an interrupted pass may have left full parameters in the modules
         unit.leases[Lease.USER] = unit.leases.get(Lease.USER, 0) + 1
     try:
         for unit in units:
@@ -51,7 +51,7 @@ def gathered(module: nn.Module, *, recurse: bool = True, write: bool = False) ->
         yield
     finally:
         for unit in units:
-            _root(unit).give_up_broken()  # so that a pass that broke on this rank alone leaves no lease
+            _root(unit).recover_if_broken()  # so that a pass that broke on this rank alone leaves no lease
             unit.leases[Lease.USER] -= 1
             if not unit.leases[Lease.USER]:
                 del unit.leases[Lease.USER]
@@ -64,9 +64,9 @@ def _root(unit: Unit) -> Root:
 
 def _hold(unit: Unit) -> None:
     if not unit.shows_full:
-        _root(unit).gather_apart([unit])
+        _root(unit).gather_outside_pass([unit])
         unit.swap_in()
-    unit.note_state()
+    unit.record_main_state()
     for group in unit.groups if torch.is_grad_enabled() else ():
         group.watch()  # gradients of parameters that are used without a forward have no other hook
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatshard import _arguments
 from flatshard.api import checked_choices, fully_shard
-from flatshard.engine.tree.build import sort_parameters
+from flatshard.engine.tree.parameters import sort_parameters
 from flatshard.engine.tree.summary import Summary, summary
 from flatshard.engine.units.unit import unit_of
 from flatshard.module import FSDPModule

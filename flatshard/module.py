@@ -91,7 +91,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _unshard(self, units: Sequence[Unit], async_op: bool) -> UnshardHandle | None:
         async_op = _arguments.flag("async_op", async_op)
-        _root(self).gather_apart(units)
+        _root(self).gather_outside_pass(units)
         for unit in units:
             unit.keep()
         handle = UnshardHandle(units)
@@ -135,9 +135,9 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.ask(reshard_after_forward=reshard_after_forward)
+            unit.configure(reshard_after_forward=reshard_after_forward)
             for group in unit.groups:
-                group.park_mesh = None
+                group.post_forward_mesh = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: full parameters stay after backward, and the next forward uses them without a gather.
@@ -145,7 +145,9 @@ class FSDPModule(TorchFSDPModule):
         For gradient accumulation. They are gathered again once main weights have changed, and take memory until then,
         so set it to True before the last backward of a step.
         """
-        _ask(self, recurse, reshard_after_backward=_arguments.flag("reshard_after_backward", reshard_after_backward))
+        _configure(
+            self, recurse, reshard_after_backward=_arguments.flag("reshard_after_backward", reshard_after_backward)
+        )
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """True: full parameters keep their memory after they are resharded, and so their addresses. (Of torch 2.15.)"""
@@ -155,15 +157,15 @@ class FSDPModule(TorchFSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not gather this unit, because no gradient needs its weights (an embedding)."""
-        _unit(self).ask(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
+        _unit(self).configure(unshard_in_backward=_arguments.flag("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this unit's forward starts, instead of the next ones in the recorded order."""
-        _unit(self).ask(prefetch_in_forward=_refs("set_modules_to_forward_prefetch", modules))
+        _unit(self).configure(prefetch_in_forward=_refs("set_modules_to_forward_prefetch", modules))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Gather these units when this unit's backward starts, instead of the next ones in the recorded order."""
-        _unit(self).ask(prefetch_in_backward=_refs("set_modules_to_backward_prefetch", modules))
+        _unit(self).configure(prefetch_in_backward=_refs("set_modules_to_backward_prefetch", modules))
 
     # Gradients
 
@@ -188,9 +190,9 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad.zero_()
             if set_to_none:
                 with _torch.PlainAttributes():
-                    group.gradients.main_grads.rest()
+                    group.gradients.main_grads.free_cleared()
         for root in _roots(self, True) if set_to_none else ():
-            root.rest_gradients()
+            root.free_cleared_gradients()
 
     def sync_gradients(self, wait: bool = True) -> None:
         """Finish the reduction of all gradients of the units below, as the backward of the last micro-batch does.
@@ -214,11 +216,11 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: gradients stay full-size and unreduced on each rank, until a backward with True reduces them."""
         on = _arguments.flag("requires_gradient_sync", requires_gradient_sync)
-        _ask(self, recurse, reduces=on, all_reduces=on)
+        _configure(self, recurse, reduces=on, all_reduces=on)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: reduce gradients only as far as the strategy does between micro-batches; HSDP: no all-reduce."""
-        _ask(self, recurse, all_reduces=_arguments.flag("requires_all_reduce", requires_all_reduce))
+        _configure(self, recurse, all_reduces=_arguments.flag("requires_all_reduce", requires_all_reduce))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False: a backward ends without waiting for its reduces, so that they overlap the next forward.
@@ -233,7 +235,7 @@ class FSDPModule(TorchFSDPModule):
 
         Call it on the root before a forward. It takes precedence over `set_is_last_backward`.
         """
-        root = _outermost("set_manual_backward_finalization", self)
+        root = _root_at("set_manual_backward_finalization", self)
         enabled = _arguments.flag("enabled", enabled)
         if enabled != root.finalizes_by_hand and _torch.in_backward():
             raise RuntimeError(
@@ -251,7 +253,7 @@ class FSDPModule(TorchFSDPModule):
         async_op = _arguments.flag("async_op", async_op)
         if root_of(_unit(self)) is None:
             return GradientReductionHandle(None) if async_op else None
-        root = _outermost("finalize_backward", self)
+        root = _root_at("finalize_backward", self)
         if not root.finalizes_by_hand:
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before the forward")
         if _torch.in_backward():
@@ -271,19 +273,19 @@ class FSDPModule(TorchFSDPModule):
         if not number or factor == 0:
             raise ValueError(f"set_gradient_divide_factor(factor={factor!r}): must be a finite number, and not 0")
         for group in _unit(self).groups:
-            group.gradients.ask(scale=1.0 / factor)
+            group.gradients.configure(scale=1.0 / factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
-        told = "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor"
-        warnings.warn(told, DeprecationWarning, stacklevel=2)
+        message = "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """True: reduces of this unit use sums only; the mean is computed by a multiplication afterwards."""
         enable = _arguments.flag("enable", enable)
         for group in _unit(self).groups:
-            group.gradients.ask(sums_only=enable)
+            group.gradients.configure(sums_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """True: a parameter that a backward did not use takes part in the reduce with a gradient of zero.
@@ -293,7 +295,7 @@ class FSDPModule(TorchFSDPModule):
         ``None`` with False.
         """
         on = _arguments.flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        _ask(self, recurse, reduces_unused=on)
+        _configure(self, recurse, reduces_unused=on)
         for group in _groups(self, recurse):
             group.gradients.counts_unused = on
 
@@ -310,7 +312,7 @@ class FSDPModule(TorchFSDPModule):
         if policy.param_dtype_override_fn is not None:
             raise ValueError("param_dtype_override_fn is called when a module is sharded: give it to fully_shard")
         units = _units(self, recurse)
-        awaited = next((unit for unit in units if unit.is_awaited), None)
+        awaited = next((unit for unit in units if unit.awaits_backward), None)
         if awaited is not None:
             raise RuntimeError(
                 f"set_mp_policy was called between a forward of unit '{awaited.name}' and its backward, which needs "
@@ -422,11 +424,11 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        _ask_reduces(self, recurse, max_reducing=max_input_buffers)
+        _configure_reduces(self, recurse, max_reducing=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set `SchedulePolicy.separate_groups`: whether reduces use separate process groups. One choice per model."""
-        _ask_reduces(self, recurse, separate_groups=_arguments.flag("enable", enable))
+        _configure_reduces(self, recurse, separate_groups=_arguments.flag("enable", enable))
 
     def _get_fsdp_state(self) -> FSDPState:  # type: ignore[override]  # has a part of the attributes of PyTorch's
         assert isinstance(self, nn.Module)
@@ -446,7 +448,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """`reset`, which also drops ``.grad`` of all parameters of units. It must be called on the root."""
-        _outermost("reset_iter_state", self).reset()
+        _root_at("reset_iter_state", self).reset()
         for group in _groups(self, True):
             for parameter in (member.sharded for member in group.params):
                 parameter.grad = None
@@ -531,13 +533,13 @@ def share_comm_ctx(modules: Iterable[TorchFSDPModule]) -> None:
         root.share(roots[0])
 
 
-def _ask(module: FSDPModule, recurse: bool, **settings: Any) -> None:
+def _configure(module: FSDPModule, recurse: bool, **settings: Any) -> None:
     for unit in _units(module, recurse):
-        unit.ask(**settings)
+        unit.configure(**settings)
 
 
-def _ask_reduces(module: FSDPModule, recurse: bool, **settings: Any) -> None:
-    _ask(module, recurse, **settings)
+def _configure_reduces(module: FSDPModule, recurse: bool, **settings: Any) -> None:
+    _configure(module, recurse, **settings)
     for root in _roots(module, recurse):
         root.reduces.resolve(root.units)
 
@@ -574,12 +576,14 @@ def _root(module: Any) -> Root:
     return find_root(_unit(module), module)
 
 
-def _outermost(method: str, module: Any) -> Root:
+def _root_at(method: str, module: Any) -> Root:
     """The root of a module that is to be the outermost unit."""
     unit, root = _unit(module), _root(module)
     if root.units[0] is not unit:
-        told = f"'{unit.name}' is not the root, '{root.units[0].name}' is"
-        raise RuntimeError(f"{method} must be called on the root FSDP module; {told}")
+        name, root_name = unit.name, root.units[0].name
+        raise RuntimeError(
+            f"{method} must be called on the root FSDP module; '{name}' is not the root, '{root_name}' is"
+        )
     return root
 
 

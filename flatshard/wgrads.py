@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from flatshard import _torch
-from flatshard.engine.gradients.direct import Destined, destination
+from flatshard.engine.gradients.direct import ParameterWithMainGrad, owner_of_main_grad
 from flatshard.engine.tree.build import units_below
 from flatshard.module import unit_class
 
@@ -56,7 +56,7 @@ class DirectLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if isinstance(weight, Destined) and weight.requires_grad and _is_plain(input):
+        if isinstance(weight, ParameterWithMainGrad) and weight.requires_grad and _is_plain(input):
             out: torch.Tensor = _Linear.apply(input, weight, self.bias)  # type: ignore[no-untyped-call]
             return out
         return super().forward(input)
@@ -74,7 +74,9 @@ def _is_plain(input: torch.Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: Destined, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: ParameterWithMainGrad, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         # A saved tensor may be recomputed and then is another object; the gradient belongs to this one.
         ctx.weight = weight
         ctx.save_for_backward(input, weight)
@@ -92,7 +94,7 @@ class _Linear(torch.autograd.Function):
         to_bias = rows.sum(0) if needs_bias else None
         node = ctx.next_functions[1][0]
         if node is not None and _torch.will_be_executed(node):
-            gradients, index = destination(ctx.weight)
+            gradients, index = owner_of_main_grad(ctx.weight)
             place, vacant = gradients.place(index), gradients.is_vacant(index)
             product_into(place, rows.t(), input.reshape(-1, input.shape[-1]), accumulate=not vacant)
             gradients.kernels.wrote(index)

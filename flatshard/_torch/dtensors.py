@@ -126,7 +126,7 @@ def rebased(local: torch.Tensor) -> torch.Tensor:
 _SAME = ("dtype", "device", "shape", "requires_grad", "_spec")
 
 
-def lie_over(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def replace_local(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Give a DTensor the local tensor of another one. Returns False if the two differ in anything else.
 
     The object, its hooks, its gradient and its attributes stay the same.

@@ -22,15 +22,14 @@ from flatshard.layout import Holding, Wire
 Code: TypeAlias = Literal["int8", "float8"]
 DTYPES: dict[Code, torch.dtype] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 SCALE = torch.bfloat16
-_LEAST = 2.0**-126  # the smallest scale: numbers below it are no longer represented alike everywhere
+_LEAST = 2.0**-126  # the smallest scale: below it, devices round differently
 _LOW = 0xFFFFFFFF
 
 
 class Coder:
-    """Converts between the runs of a buffer and its pieces on a `Wire`. ``dtype`` is that of unencoded segments.
+    """Converts between the runs of a buffer and the bytes of a `Wire`. ``dtype`` is that of unencoded segments.
 
-    ``held`` are the pieces that a buffer holds, as in `flatshard.layout.holding`; the bytes are those of the pieces,
-    one after another.
+    ``held``: the pieces that the buffer holds, as in `flatshard.layout.holding`. Their bytes follow one another.
     """
 
     def __init__(self, wire: Wire, code: Code, dtype: torch.dtype) -> None:
@@ -40,31 +39,30 @@ class Coder:
     def encode(
         self, runs: Sequence[torch.Tensor], held: Holding, out: torch.Tensor, noise: torch.Tensor | None = None
     ) -> None:
-        """Write the bytes of ``runs``, one for each segment that is not empty, into ``out``.
+        """Write the bytes of ``runs``, one run per segment that is not empty, into ``out``.
 
-        ``noise``: round stochastically, by random numbers that depend on this number (an int64 on the device) and on
-        the place in ``out`` alone.
+        ``noise``: an int64 on the device, the seed of stochastic rounding.
         """
         wire, layout = self.wire, self.wire.layout
         by_segment = dict(zip((n for n, segment in enumerate(layout.segments) if segment.piece), runs))
         if wire.kept:
             places = [self._kept(out, at, layout.segments[segment].piece) for segment, at in wire.kept]
-            given = [by_segment[kept.segment].view(held.count, -1) for kept in wire.kept]
-            torch._foreach_copy_([place[0] for place in places], given)
+            values = [by_segment[kept.segment].view(held.count, -1) for kept in wire.kept]
+            torch._foreach_copy_([place[0] for place in places], values)
         segments = {slot.segment for slot, mark in zip(layout.slots, wire.encoded) if mark}
         for base, starts in _bases({n: run for n, run in by_segment.items() if n in segments}):
             if kernels.usable(out):
                 kernels.encode(self._table(held, starts, out.device), self.code, base, out, noise)
                 continue
             for at, codes, scales, rows, row in entries(wire, held, starts):
-                values = base[at : at + rows * row].view(rows, row)
-                u = None if noise is None else uniform(noise, codes, values.numel()).view(rows, row)
-                coded, scale = encode_rows(values, self.code, wire.block, u)
+                matrix = base[at : at + rows * row].view(rows, row)
+                u = None if noise is None else uniform(noise, codes, matrix.numel()).view(rows, row)
+                coded, scale = encode_rows(matrix, self.code, wire.block, u)
                 out[codes : codes + coded.numel()].view(DTYPES[self.code]).view_as(coded).copy_(coded)
                 out[scales : scales + 2 * scale.numel()].view(SCALE).view_as(scale).copy_(scale)
 
-    def as_they_are(self, runs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The bytes of runs that need not be encoded, nor brought together; None if they do."""
+    def unencoded(self, runs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The bytes of the only run, if it can be sent from where it is; else None."""
         wire, (first, *more) = self.wire, runs
         if more or wire.has_codes or first.dtype != self.dtype:
             return None
@@ -72,9 +70,9 @@ class Coder:
         return first.view(torch.uint8) if size == wire.piece else None
 
     def decode(self, given: torch.Tensor, held: Holding, out: torch.Tensor, factor: float = 1.0) -> None:
-        """Write into a buffer that holds ``held`` what the bytes say; of several ranks, the sum times ``factor``.
+        """Decode bytes into a buffer that holds ``held``; add those of several ranks, and multiply by ``factor``.
 
-        ``given`` has one row for each rank. They are added in this order, in float32, or in float64 what travels in it.
+        ``given`` has one row per rank. They are added in this order, in float32, or in float64 if they are sent in it.
         """
         wire, layout = self.wire, self.wire.layout
         starts = dict(enumerate(layout.run_starts(held.count)))
@@ -132,7 +130,7 @@ class Coder:
             place.copy_(total.mul_(factor))
 
     def _kept(self, given: torch.Tensor, at: int, size: int) -> torch.Tensor:
-        """A segment that is not encoded, in bytes of some ranks, or of one: rank, piece, element."""
+        """A view of a segment that is not encoded in the bytes of one or more ranks: rank, piece, element."""
         pieces = given.view(-1, given.shape[-1] // self.wire.piece, self.wire.piece)
         return pieces[:, :, at : at + size * self.dtype.itemsize].view(self.dtype)
 
@@ -145,9 +143,9 @@ class Coder:
 
 
 def entries(wire: Wire, held: Holding, starts: dict[int, int]) -> list[tuple[int, int, int, int, int]]:
-    """Rows that are encoded: the first element in a tensor, byte of codes, byte of scales, how many, elements of one.
+    """Encoded rows: their first element in a tensor, byte of codes, byte of scales, number, and elements per row.
 
-    ``starts``: where the runs of some segments begin in that tensor; only those are listed.
+    ``starts``: where the runs of some segments begin in that tensor; others are left out.
     """
     found = []
     for number in range(held.count):
@@ -160,7 +158,7 @@ def entries(wire: Wire, held: Holding, starts: dict[int, int]) -> list[tuple[int
 
 
 def _bases(runs: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, dict[int, int]]]:
-    """Runs by the memory that they lie in: a flat tensor of it, and where in it the run of each segment begins."""
+    """Runs by storage: a flat tensor of the storage, and where the run of each segment begins in it."""
     by_storage: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
     for segment, run in runs.items():
         storage = run.untyped_storage()
@@ -172,7 +170,7 @@ def _bases(runs: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, dict[int, 
 
 
 def scale_of(most: torch.Tensor, code: Code) -> torch.Tensor:
-    """The scale of blocks whose largest magnitudes these are: a bfloat16, in float32."""
+    """The scales of blocks with these largest magnitudes: bfloat16 values in float32."""
     bits = (most * (1.0 / kernels.LARGEST[code])).view(torch.int32)
     rounded_up = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32).clamp_(min=_LEAST)
     return torch.where(most.isfinite(), rounded_up, torch.nan)
@@ -181,7 +179,7 @@ def scale_of(most: torch.Tensor, code: Code) -> torch.Tensor:
 def encode_rows(
     values: torch.Tensor, code: Code, block: int, noise: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of rows, and the scales of their blocks. ``noise``: from [0, 1), to be added before rounding down."""
+    """The codes of rows and the scales of their blocks. ``noise``: from [0, 1), added before rounding down."""
     rows, row = values.shape
     per_row = -(-row // block)
     padding = (0, per_row * block - row)
@@ -206,13 +204,13 @@ def decode_rows(codes: torch.Tensor, scales: torch.Tensor, block: int) -> torch.
 
 
 def uniform(noise: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Random numbers from [0, 1), in float32, for places from ``first`` on. Each depends on its place alone."""
+    """Random float32 numbers from [0, 1) for places from ``first`` on. Each depends on seed and place alone."""
     places = torch.arange(first, first + count, device=noise.device, dtype=torch.int64)
     return (_mixed((places & _LOW) ^ _mixed(noise & _LOW)) >> 8).to(torch.float32) * 2.0**-24
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """32 bits that differ in half of them if ``x`` differs in one: multiplications and shifts, modulo 2^32."""
+    """A hash of 32 bits."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
     return x ^ (x >> 16)

@@ -19,7 +19,7 @@ Reduction: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]  # over a dim
 _Started: TypeAlias = tuple[list[Work], Action]
 
 _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
-# What every backend reduces and moves as it is. Anything else is moved as bytes, and cannot be reduced.
+# The dtypes that every backend supports. Tensors of other dtypes are gathered as bytes, and cannot be reduced.
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
@@ -37,10 +37,10 @@ class Peers(Protocol):
 
 
 class LaneProtocol(Protocol):
-    """The members of a lane that a gather uses."""
+    """The members of `Lane` that a gather uses."""
 
     stream: torch.cuda.Stream | None
-    convoy: CoalescedGather | None
+    coalescing: CoalescedGather | None
     peers: dict[ProcessGroup, Peers]
 
     @property
@@ -50,7 +50,7 @@ class LaneProtocol(Protocol):
 
     def mark(self) -> Ticket: ...
 
-    def finish(
+    def record_launch(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket: ...
 
@@ -58,7 +58,7 @@ class LaneProtocol(Protocol):
 class Gather:
     """An all-gather that can be launched many times: what does not change is computed once."""
 
-    __slots__ = ("_call", "_joined", "_lane", "_native", "_numbytes", "_tensors", "group", "is_kept")
+    __slots__ = ("_call", "_lane", "_merged", "_native", "_numbytes", "_tensors", "group", "is_kept")
 
     _call: Callable[[], _Started]
 
@@ -67,28 +67,28 @@ class Gather:
     ) -> None:
         """``is_kept``: it will be launched again, so its tensors are kept alive anyway."""
         self._lane, self.group, self.is_kept = lane, group, is_kept
-        self._joined: tuple[Sequence[Gather], Gather] | None = None  # with which others, the last time
+        self._merged: tuple[Sequence[Gather], Gather] | None = None  # the last result of `merged`, and with which
         self._numbytes = nbytes(outputs)
         self._tensors = outputs, inputs
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
-        self._native = None  # what a backend that takes lists is given; else `_call` tells what to wait for
+        self._native = None  # the arguments of a backend that takes lists; otherwise `_call` launches
         if group.size() == 1:
-            self._call = lambda: (copied(outputs, inputs), None)
+            self._call = lambda: (copy_locally(outputs, inputs), None)
         elif group in lane.peers:
             gather = lane.peers[group].gather(outputs, inputs)
             self._call = lambda: ([], gather())
         elif lane.backend_in(group) != "gloo":
             self._native = group, outputs, inputs, _torch.ALL_GATHER
         elif lane.stream is None and len(inputs) > 1:
-            self._call = lambda: gather_by(_OneCall(), group, outputs, inputs, asynchronous=True)
+            self._call = lambda: gather_by(_OneTensor(), group, outputs, inputs, asynchronous=True)
         else:
             pairs = list(zip(outputs, inputs))
             self._call = lambda: ([_torch.all_gather_one(group, *pair, _torch.ALL_GATHER) for pair in pairs], None)
 
     def launch(self, name: str) -> Ticket:
         """Called inside `Lane.entered`. In a `CoalescedGather` it is deferred."""
-        convoy = self._lane.convoy
-        return self.launch_now(name) if convoy is None else convoy.add(self, name)
+        coalescing = self._lane.coalescing
+        return self.launch_now(name) if coalescing is None else coalescing.add(self, name)
 
     def launch_now(self, name: str) -> Ticket:
         """Called inside `Lane.entered`."""
@@ -96,18 +96,18 @@ class Gather:
             works, then = [_torch.all_gather_coalesced(*self._native)], None
         else:
             works, then = self._call()
-        return self._lane.finish(self.group, "all_gather", name, self._numbytes, works, then)
+        return self._lane.record_launch(self.group, "all_gather", name, self._numbytes, works, then)
 
-    def joined(self, others: Sequence[Gather]) -> Gather:
-        """This one and others, of the same process group, as one."""
+    def merged(self, others: Sequence[Gather]) -> Gather:
+        """One gather for this one and others of the same process group."""
         if not others:
             return self
-        if self._joined is not None and self._joined[0] == others:
-            return self._joined[1]
+        if self._merged is not None and self._merged[0] == others:
+            return self._merged[1]
         outputs, inputs = ([tensor for each in (self, *others) for tensor in each._tensors[side]] for side in (0, 1))
         made = Gather(self._lane, self.group, outputs, inputs)
         if self.is_kept and all(other.is_kept for other in others):
-            self._joined = others, made
+            self._merged = others, made
         return made
 
 
@@ -121,26 +121,26 @@ class CoalescedGather:
     def __init__(self, lane: LaneProtocol) -> None:
         self._lane = lane
         self._waiting: list[Gather] = []
-        self._then: list[Callable[[], None]] = []  # what the lane is to do once they have gone
+        self._then: list[Callable[[], None]] = []  # called on the lane's stream after them
         self._ticket: Pending | None = None
         self._name = ""
 
     def __enter__(self) -> None:
-        self._lane.convoy = self
+        self._lane.coalescing = self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._lane.convoy = None
+        self._lane.coalescing = None
         if kind is None:
-            self.leave()
+            self.launch()
         else:
-            self.disband()
+            self.drop()
 
     def add(self, gather: Gather, name: str) -> Ticket:
         """Defer a gather; returns a ticket for it and for all that are launched with it."""
         if self._waiting and self._waiting[0].group is not gather.group:
-            self.leave()
+            self.launch()
         if self._ticket is None:
-            self._ticket = Pending(self.leave)
+            self._ticket = Pending(self.launch)
         self._waiting.append(gather)
         self._name = name
         return self._ticket
@@ -155,27 +155,27 @@ class CoalescedGather:
         self._then.append(action)
         return True
 
-    def disband(self) -> None:
+    def drop(self) -> None:
         """Drop the deferred gathers without launching them."""
         if self._ticket is not None:
             self._ticket.launched = DONE
         self._ticket, self._waiting, self._then = None, [], []
 
-    def leave(self) -> None:
+    def launch(self) -> None:
         """Launch the deferred gathers."""
         ticket, waiting, then = self._ticket, self._waiting, self._then
-        self.disband()  # there is nothing to wait for if it cannot be launched
+        self.drop()  # if the launch raises, there is nothing to wait for
         if ticket is None:
             return
         with self._lane.entered():
-            ticket.launched = waiting[0].joined(waiting[1:]).launch_now(self._name)
+            ticket.launched = waiting[0].merged(waiting[1:]).launch_now(self._name)
             for action in then:
                 action()
             if then:
                 ticket.launched = self._lane.mark()
 
 
-class _OneCall:
+class _OneTensor:
     """Packs a list for Gloo. As fast as Gloo's own list form, which must not be used.
 
     After each operation, threads of Gloo write its name into a shared string without a lock. A name of more than 15
@@ -219,7 +219,7 @@ def exchange_pieces(group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: 
 def gather_by(
     comm: Any, group: ProcessGroup, outputs: Tensors, inputs: Tensors, asynchronous: bool
 ) -> tuple[list[Work], Callable[[], None]]:
-    """Start gathering each input into its output; what to wait for, and what to call then."""
+    """Start gathering each input into its output. Returns the works to wait for, and what to call then."""
     sizes, world = [tensor.numel() for tensor in inputs], group.size()
     total = sum(sizes)
     flat = comm.allocate((world * total,), dtype=inputs[0].dtype, device=inputs[0].device)
@@ -237,7 +237,7 @@ def gather_by(
 def reduce_by(
     comm: Any, group: ProcessGroup, outputs: Tensors, inputs: Tensors, op: str, asynchronous: bool
 ) -> tuple[list[Work], Callable[[], None]]:
-    """Start reducing each input to this rank's piece of it; what to wait for, and what to call then."""
+    """Start reducing each input to this rank's piece of it. Returns the works to wait for, and what to call then."""
     sizes, world = [tensor.numel() for tensor in outputs], group.size()
     total = sum(sizes)
     sent = comm.allocate((world * total,), dtype=inputs[0].dtype, device=inputs[0].device)
@@ -280,8 +280,8 @@ def one_after_other(*actions: Action) -> Action:
     return act
 
 
-def copied(outputs: Tensors, inputs: Tensors) -> list[Work]:
-    """A collective with a group of one rank."""
+def copy_locally(outputs: Tensors, inputs: Tensors) -> list[Work]:
+    """A collective in a group of one rank: nothing to wait for."""
     apart = [(out, inp) for out, inp in zip(outputs, inputs) if out.data_ptr() != inp.data_ptr()]
     if apart:
         torch._foreach_copy_([out for out, _ in apart], [inp for _, inp in apart])

@@ -54,7 +54,7 @@ def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.
     return found
 
 
-def spread(group: ProcessGroup, tensor: torch.Tensor) -> Work:
+def broadcast(group: ProcessGroup, tensor: torch.Tensor) -> Work:
     """Start to broadcast a tensor of a group's rank 0 into the tensors of its other ranks."""
     work: Work = group.broadcast(tensor, root=0)
     return work

@@ -1,4 +1,4 @@
-"""DBuffer: one flat local tensor, with the mesh, placements and layout that say what it holds."""
+"""DBuffer: a flat local tensor with a mesh, placements and a layout."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer.collectives import Gather
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.tickets import DONE, Ticket
-from flatshard.layout import Holding, Layout, Partial, Parts, Placement, Replicate, holding, is_sharded
+from flatshard.layout import Holding, Layout, Partial, Parts, Placement, holding, is_sharded
 
 
 class DBuffer:
-    """The tensors of one group, as far as this rank holds them, in one flat tensor.
+    """This rank's part of the tensors of a group, in one flat tensor.
 
-    ``placements`` has one entry per axis of ``mesh``; how sharded axes cut the buffer is `flatshard.layout.holding`.
-    ``layout`` is cut for all ranks that any buffer of the group is sharded over, so that buffers with different
-    placements share one layout and one is a contiguous part of the other, segment by segment.
+    ``placements`` has one entry per axis of ``mesh``; `flatshard.layout.holding` says how sharded axes cut the buffer.
+    ``layout`` has a shard for each rank that any buffer of the group is sharded over. So buffers with different
+    placements share one layout, and one is a contiguous part of the other, segment by segment.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class DBuffer:
         if local.shape != (numel,):
             raise ValueError(f"local has shape {tuple(local.shape)}; placements {self.placements} need ({numel},)")
         self._runs: dict[Holding, list[torch.Tensor]] = {}
-        self._all_runs: list[torch.Tensor] | None = None  # those of `held`, without asking the dict
-        self._parts: Parts | None = None  # how to split it into these
+        self._all_runs: list[torch.Tensor] | None = None  # those of `held`
+        self._parts: Parts | None = None  # how to split `local` into these
         self._gathers: list[tuple[Sequence[Placement], Lane, DBuffer | None, list[Gather]]] = []
 
     def like(self, local: torch.Tensor) -> DBuffer:
@@ -100,10 +100,9 @@ class DBuffer:
         return f"DBuffer({self.placements}, {self.dtype}, {self.local.numel()} elements on {self.device})"
 
     def local_view(self, index: int) -> torch.Tensor:
-        """This rank's rows of tensor ``index``, a view of ``local``: all of it where no axis is sharded.
+        """This rank's rows of tensor ``index``, which may be none: a view of ``local``.
 
-        A tensor of which this rank holds nothing is a view of zero rows. A turned tensor (`Layout.turned`) has no
-        such view; `turns` gives it in parts.
+        A turned tensor (`Layout.turned`) has no such view; `turns` returns it in parts.
         """
         assert self.held.count == 1 or index not in self.layout.turned
         offset, shape, stride = self.layout.windows(self.held.first, self.held.count)[index]
@@ -116,7 +115,7 @@ class DBuffer:
         return self.local.narrow(0, start, size * self.held.count)
 
     def rows_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """The part of tensor ``index``, given whole, of which `local_view` is the place in this buffer."""
+        """The part of a whole tensor ``index`` that `local_view` holds."""
         slot = self.layout.slots[index]
         if not slot.shape:
             return whole
@@ -142,26 +141,6 @@ class DBuffer:
         """The same values in another dtype, in a buffer of its own."""
         return self.like(self.local.to(dtype, copy=True))
 
-    def redistribute(
-        self, placements: Sequence[Placement], *, out: DBuffer | None = None, lane: Lane | None = None
-    ) -> DBuffer:
-        """This buffer in other placements, complete when the call returns (on CUDA: for the current stream).
-
-        Axes are gathered first to last and reduced or scattered last to first, so that what is held stays contiguous.
-        """
-        placements = tuple(placements)
-        self._check_target(placements, out)
-        lane = Lane("redistribute", self.device) if lane is None else lane
-        current, ticket = self, lane.mark()
-        for axis in _steps(self.placements, placements):
-            step = (*current.placements[:axis], placements[axis], *current.placements[axis + 1 :])
-            current, ticket = current._step(axis, step, out if step == placements else None, lane, ticket)
-        ticket.wait()
-        if out is None or current is out:
-            return current
-        out.local.copy_(self.local)  # in the same placements
-        return out
-
     def gather_in_place(
         self,
         source: Sequence[Placement],
@@ -172,89 +151,50 @@ class DBuffer:
         name: str = "",
         comm: Any = None,
     ) -> Ticket:
-        """Fetch what other ranks hold under placements ``source``, as far as this buffer's own placements say.
+        """All-gather the shards of placements ``source`` into this buffer.
 
-        This rank's part is in place here already, unless it is in ``own``. One coalesced launch per axis; with
-        ``comm``, a user's own ``AllGather``, one call of that.
+        This rank's shard is in its place in this buffer, or else it is ``own``. One coalesced launch per axis, or one
+        call of ``comm``, an ``AllGather`` of torch's.
         """
         ticket = DONE
         if comm is not None:
-            for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first, tickets = inputs if number or own is None else own.runs(), (ticket,) if number else after
-                group = lane.group(self.mesh, axis)
-                ticket = lane.all_gather(group, outputs, first, after=tickets, name=name, comm=comm)
+            for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source), own)):
+                group, tickets = lane.group(self.mesh, axis), (ticket,) if number else after
+                ticket = lane.all_gather(group, outputs, inputs, after=tickets, name=name, comm=comm)
             return ticket
-        for known in self._gathers:  # there are one or two, and nothing is cheaper to ask than which object it is
+        for known in self._gathers:  # one or two; a comparison of identities is cheaper than a dict
             if known[0] is source and known[1] is lane and known[2] is own:
                 launches = known[3]
                 break
         else:
-            launches = []
-            for number, (axis, outputs, inputs) in enumerate(self._plan_gathers(tuple(source))):
-                first = inputs if number or own is None else own.runs()
-                launches.append(Gather(lane, lane.group(self.mesh, axis), outputs, first, is_kept=True))
+            plan = self._plan_gathers(tuple(source), own)
+            launches = [
+                Gather(lane, lane.group(self.mesh, axis), outputs, inputs, is_kept=True)
+                for axis, outputs, inputs in plan
+            ]
             self._gathers = [*self._gathers[-3:], (source, lane, own, launches)]
         for number, gather in enumerate(launches):
             if number == 0 and not after and lane.inside.depth:
-                ticket = gather.launch_now(name) if lane.convoy is None else gather.launch(name)
+                ticket = gather.launch_now(name) if lane.coalescing is None else gather.launch(name)
                 continue
             with lane.entered(after if number == 0 else (ticket,)):
                 ticket = gather.launch(name)
         return ticket
 
-    def _plan_gathers(self, source: tuple[Placement, ...]) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-        """Axis, outputs and inputs of each launch that takes the pieces held under ``source`` to all that we hold."""
-        plan, current = [], source
-        for axis in _steps(source, self.placements):
+    def _plan_gathers(
+        self, source: tuple[Placement, ...], own: DBuffer | None
+    ) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+        """Axis, outputs and inputs of each launch of `gather_in_place`."""
+        plan: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+        current = source
+        for axis in axes_to_change(source, self.placements):
             step = (*current[:axis], self.placements[axis], *current[axis + 1 :])
             if not is_sharded(current[axis]):
                 raise ValueError(f"axis {axis} goes from {current[axis]} to {step[axis]}, which is not a gather")
             have, get = (held_by_this_rank(self.layout, self.mesh, p) for p in (current, step))
-            plan.append((axis, self.runs(get), self.runs(have)))
+            plan.append((axis, self.runs(get), self.runs(have) if plan or own is None else own.runs()))
             current = step
         return plan
-
-    def _step(
-        self, axis: int, placements: tuple[Placement, ...], out: DBuffer | None, lane: Lane, after: Ticket
-    ) -> tuple[DBuffer, Ticket]:
-        """Change one axis."""
-        source = self.placements[axis]
-        if out is None:
-            with lane.entered():
-                out = DBuffer.zeros(self.layout, self.mesh, placements, dtype=self.dtype, device=self.device)
-        if isinstance(source, Replicate):  # a scatter
-            with lane.entered((after,)):
-                if out.local.numel():
-                    torch._foreach_copy_(out.runs(), self.runs(out.held))
-                return out, lane.mark()
-        group = lane.group(self.mesh, axis)
-        if not isinstance(source, Partial):
-            return out, lane.all_gather(group, out.runs(), self.runs(), after=(after,))
-        shared = out.local.untyped_storage()._cdata == self.local.untyped_storage()._cdata
-        if not is_sharded(placements[axis]):
-            with lane.entered((after,)):
-                if not shared:
-                    out.local.copy_(self.local)
-            return out, lane.all_reduce(group, [out.local], source.op)
-        if shared:
-            raise ValueError("`out` shares storage with the input of a reduce-scatter; give it separate storage")
-        return out, lane.reduce_scatter(group, out.runs(), self.runs(), source.op, after=(after,))
-
-    def _check_target(self, placements: tuple[Placement, ...], out: DBuffer | None) -> None:
-        if len(placements) != self.mesh.ndim:
-            raise ValueError(f"{len(placements)} placements were given for a mesh of {self.mesh.ndim} axes")
-        if out is None:
-            return
-        expected = {
-            "mesh": (out.mesh, self.mesh),
-            "placements": (out.placements, placements),
-            "dtype": (out.dtype, self.dtype),
-            "device": (out.device, self.device),
-            "layout": (out.layout, self.layout),
-        }
-        for what, (found, wanted) in expected.items():
-            if found != wanted:
-                raise ValueError(f"`out` has {what} {found}; expected {wanted}")
 
 
 def _runs_of(local: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
@@ -265,7 +205,7 @@ def _runs_of(local: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
 def turns(
     layout: Layout, index: int, run: torch.Tensor, whole: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the full run of a segment, and of the one tensor in it, which hold the same elements, pair by pair.
+    """Pairs of views with the same elements: of the full run of a segment, and of the one tensor in it.
 
     A tensor cut on dim 1 over two ranks, with elements numbered in its own order:
 
@@ -297,12 +237,8 @@ def held_by_this_rank(layout: Layout, mesh: DeviceMesh, placements: Sequence[Pla
     return holding(layout.num_shards, mesh.shape, coordinate, [is_sharded(p) for p in placements])
 
 
-def _steps(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
-    """The axes that change, in the order in which they can: un-sharding ascends, sharding descends.
-
-    Nothing can become `Partial`, because a value can be divided into terms in many ways. A sharded axis keeps the
-    layout that it was planned for.
-    """
+def axes_to_change(source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
+    """The axes that change, in the order in which they can: gathers from the first axis on, others from the last."""
     gathers: list[int] = []
     others: list[int] = []
     for axis, (old, new) in enumerate(zip(source, target)):

@@ -23,9 +23,8 @@ from flatshard.layout import Flat, Replicate
 class Parallel:
     """A parameter that is a DTensor before it is sharded.
 
-    ``cut`` and ``copied`` are the axes of its own mesh over which it is then sharded and replicated: data parallelism
-    has axes of that mesh. Both are empty where it has a mesh of its own.
-    ``hidden``: the parameter was a plain tensor, and is one in forward and backward.
+    ``cut`` and ``copied``: the axes of its mesh over which data parallelism shards and replicates it, if it uses axes
+    of that mesh. ``hidden``: the parameter was a plain tensor, and is one in forward and backward.
     """
 
     spec: _torch.Spec
@@ -35,14 +34,14 @@ class Parallel:
 
     @classmethod
     def held_apart(cls, local: torch.Tensor, mesh: DeviceMesh) -> Parallel:
-        """Of a plain parameter of which each rank of ``mesh`` has another: all of them, one after another, are one."""
+        """For different plain parameters on the ranks of ``mesh``, which become shards on dim 0 of one DTensor."""
         shape = torch.Size((local.shape[0] * mesh.size(), *local.shape[1:]))
         return cls(_torch.make_spec(mesh, [TorchShard(0)], shape, local.stride(), local.dtype), hidden=True)
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The local part of a gradient, placed as its parameter is; tensor parallelism may have left it otherwise.
+        """The local part of a gradient in the placements of its parameter, except along data-parallel axes.
 
-        Along data-parallel axes it stays each rank's own: those are what our reduce is for.
+        Tensor parallelism may leave it in other placements. Along data-parallel axes, the reduce follows.
         """
         if self.hidden:
             return gradient
@@ -62,10 +61,9 @@ def as_dtensor(
 ) -> DTensor:
     """Tensor ``index`` of a buffer as a DTensor over the buffer's memory.
 
-    It is ``Shard`` of the dim that its rows are slices of where an axis is sharded. Where the rows that this rank
-    holds are not torch.chunk's, it is a `RaggedDTensor`, which knows them. ``inner`` is given where the tensor is
-    itself the local part of a DTensor, as tensor parallelism makes it; the result is then on both meshes. ``local``
-    is given where this rank's part is not in the buffer.
+    It is a `RaggedDTensor` if its shards are not those of torch.chunk. ``inner``: the tensor is the local part of a
+    DTensor (tensor parallelism), and the result is on both meshes. ``local``: this rank's part, if it is not in the
+    buffer.
     """
     slot = buffer.layout.slots[index]
     sharded = tuple(isinstance(placement, Flat) for placement in buffer.placements)
@@ -92,7 +90,7 @@ def as_dtensor(
 
 
 def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> bool:
-    """Whether every rank holds the rows that torch.chunk would give it."""
+    """Whether the shards are those of torch.chunk."""
     slot, shards = buffer.layout.slots[index], buffer.layout.num_shards
     if shards == 1 or not any(sharded):
         return True
@@ -105,7 +103,7 @@ def _is_canonical(buffer: DBuffer, index: int, sharded: tuple[bool, ...]) -> boo
 
 
 def composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel) -> DTensor:
-    """A DTensor over ``local``, the local part of a ``parallel`` one after a cut on ``dim`` over axes of ``mesh``.
+    """A DTensor over ``local``, this rank's shard, on ``dim`` over axes of ``mesh``, of the local part of a DTensor.
 
     It is on the axes of both meshes. If tensor parallelism shards the same dim, data parallelism shards it second.
     """
@@ -124,7 +122,7 @@ def composed(local: torch.Tensor, mesh: DeviceMesh, sharded: Sequence[bool], dim
 def _within(
     mesh: DeviceMesh, sharded: Sequence[bool], dim: int, parallel: Parallel
 ) -> tuple[DeviceMesh, list[TorchPlacement]]:
-    """Where a parameter lies that is sharded over axes of its own mesh. Several of them become one, ``mesh``'s last."""
+    """Mesh and placements of a parameter that is sharded over axes of its own mesh. Several of them become one axis."""
     inner = parallel.spec
     placements = list(inner.placements)
     for axis in parallel.cut:
@@ -146,7 +144,7 @@ def _within(
 
 
 def _cut_after(inner: _torch.Spec, dim: int, first: int) -> TorchPlacement:
-    """A cut of ``dim`` that comes after those of the axes from ``first``."""
+    """A placement that shards ``dim`` after the axes from ``first`` on have sharded it."""
     cuts = [axis for axis, placement in enumerate(inner.placements) if axis >= first and _dim_of(placement) == dim]
     return _strided(dim, math.prod(map(inner.mesh.size, cuts)))
 
@@ -156,12 +154,12 @@ def _strided(dim: int, factor: int) -> TorchPlacement:
 
 
 def _dim_of(placement: TorchPlacement) -> int | None:
-    """Which dim an axis cuts, if it does."""
+    """The dim that a placement shards, if it does."""
     return placement.dim if isinstance(placement, (TorchShard, _torch.StridedShard)) else None
 
 
 def largest_part(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the largest part of a tensor that any rank has, the same on all of them."""
+    """The shape of the largest local part of a tensor, the same on all ranks."""
     sizes = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -171,7 +169,7 @@ def largest_part(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def without_axis(tensor: DTensor, axis: str, mesh: DeviceMesh) -> DTensor:
-    """What a DTensor is to one rank of an axis that cuts its dim 0 first; ``mesh`` has the other axes."""
+    """The slice of a DTensor on one rank of an axis that shards dim 0 first; ``mesh`` has the other axes."""
     names = tensor.device_mesh.mesh_dim_names or ()
     size = tensor.device_mesh.size(names.index(axis))
     placements: list[TorchPlacement] = []

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _torch
 
-# Backends without other ranks.
-IMAGINED = frozenset({"rehearsal", "fake"})
+# Backends of a single process.
+WITHOUT_PEERS = frozenset({"rehearsal", "fake"})
 
 
 class _Made:
@@ -30,8 +30,8 @@ class _Made:
 
     def __init__(self) -> None:
         self.group: ProcessGroup | None = None  # before it is made, and after it was destroyed
-        self.destroyed = 0  # times: ranks meet at a store, which remembers names
-        self.votes = 0  # on its end, which all of its ranks take part in
+        self.destroyed = 0  # how often: a new group needs a new name, because the store keeps the old one
+        self.votes = 0  # of all its ranks on whether it is unused
         self._users: list[weakref.ref[object]] = []
 
     @property
@@ -83,7 +83,7 @@ def own_group(
 
     There is one for each ``title``. ``user``: as of `joint_group`.
     """
-    # Only the members of one line of a mesh meet here, so the group must not wait for all ranks.
+    # Only the ranks along one axis of a mesh call this, so the creation must not wait for all ranks.
     ranks = dist.get_process_group_ranks(like)
     differs = patience or _torch.timeout_of(like), backend or _torch.backends_of(like)
     return _group(title, ranks, like, patience, backend, user, differs)
@@ -135,17 +135,17 @@ def _destroy_unused(within: set[int] | None, useful: Sequence[Sequence[int]] = (
         ranks = [] if group is None else dist.get_process_group_ranks(group)
         if group is None or (within is not None and not within.issuperset(ranks)) or ranks in useful:
             continue
-        if _all_let_go(made, group):
+        if _is_unused_everywhere(made, group):
             made.group, made.destroyed = None, made.destroyed + 1
             dist.destroy_process_group(group)
 
 
-def _all_let_go(made: _Made, group: ProcessGroup) -> bool:
-    """Whether no rank of a process group uses it. Ranks compare at the store: another thread may use the group."""
-    if group.name() in IMAGINED:
+def _is_unused_everywhere(made: _Made, group: ProcessGroup) -> bool:
+    """Whether no rank of a process group uses it. Ranks compare over the store: another thread may use the group."""
+    if group.name() in WITHOUT_PEERS:
         return not made.is_used
     if group.name() == "threaded":
-        return False  # the ranks of a test are threads, and torch cannot destroy a part of their world
+        return False  # torch cannot destroy a part of the groups of ranks that are threads
     made.votes += 1
     store = _torch.PrefixStore(f"flatshard/{group.group_name}/{made.votes}", _torch.default_store())
     store.add("unused", int(not made.is_used))

@@ -1,6 +1,6 @@
-"""Lanes: ordered queues of communication, and the only callers of collectives that training waits for.
+"""Lanes: ordered queues of collectives. Training launches its collectives through lanes only.
 
-On CUDA a lane is a stream, on CPU the process group's own queue of asynchronous work. A launch returns a `Ticket`.
+On CUDA a lane is a stream, on CPU the process group's queue of asynchronous work. A launch returns a `Ticket`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import _recording, _torch
 from flatshard.buffer import collectives
 from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
-from flatshard.buffer.groups import IMAGINED, own_group
+from flatshard.buffer.groups import WITHOUT_PEERS, own_group
 from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
 from flatshard.trust.loop import CALL_LIMIT
@@ -29,10 +29,9 @@ from flatshard.trust.record import KINDS, GroupRecord, ranges, record
 
 # Backends that cannot average; they sum, and the lane divides.
 _WITHOUT_AVG = frozenset({"gloo", "mpi", "ucc"})
-# How many operations a lane remembers for its history.
-HISTORY = 256
+HISTORY = 256  # operations in the history of a lane
 _CPU = torch.device("cpu")
-_IN_THREADS = "threaded"  # torch's for tests: the ranks are threads of one process
+_IN_THREADS = "threaded"  # torch's backend for tests, whose ranks are threads of one process
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -41,7 +40,7 @@ class _Inside:
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.after: Tickets = ()
-        self.began: Any = None  # when, in a recording
+        self.began: Any = None  # the moment, in a recording
         self._stream = stream
         self._outer: torch.cuda.Stream | None = None
         self.depth = 0
@@ -72,9 +71,9 @@ class _Inside:
 class Lane:
     """An ordered queue of collectives on one device.
 
-    ``own_groups=True`` gives the lane separate process groups. A group keeps the launch order of two lanes that share
-    it, although they have two streams; lanes whose collectives must overlap need separate groups. ``patience``: the
-    lane has separate Gloo groups with this timeout.
+    ``own_groups=True`` gives the lane separate process groups. Collectives of one process group run in launch order,
+    even on two lanes; lanes whose collectives must overlap need separate groups. ``patience``: the lane has separate
+    Gloo groups with this timeout.
     """
 
     def __init__(
@@ -82,23 +81,23 @@ class Lane:
     ) -> None:
         self.name = name
         self.device = device = torch.empty(0, device=device).device  # with its index
-        # Before compute where both want the device: a gather that waits until a large matrix product leaves room is
-        # late for all that follows, and takes next to nothing from it.
+        # High priority: a gather that waits until a large matrix product leaves room delays all that follows, and
+        # takes almost nothing from the product.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.history: deque[Ticket] = deque(maxlen=HISTORY)
         self.launched = 0
         self.own_groups = own_groups or patience is not None
-        # Axes of meshes along which other lanes communicate too; along others no group of its own is needed. None: all.
-        self.beside: frozenset[tuple[DeviceMesh, int]] | None = None
+        # With `own_groups`: the axes of meshes along which other lanes communicate too. None: all may be.
+        self.shared_axes: frozenset[tuple[DeviceMesh, int]] | None = None
         self._patience = patience
         self.inside = _Inside(self.stream)
-        self.convoy: CoalescedGather | None = None  # while gathers are held back
+        self.coalescing: CoalescedGather | None = None  # while it defers gathers
         self._groups: dict[tuple[DeviceMesh, int, bool], ProcessGroup] = {}
         self.size_of: Callable[[ProcessGroup], int] = functools.cache(lambda group: group.size())
-        # By which what serves tensors of its device in a group is called; and by which the flight record knows a group.
+        # The name of the backend in a group for tensors of this device; and the entry of a group in the flight record.
         self.backend_in = functools.cache(lambda group: _torch.backend_name(group, device))
         self._group_record = functools.cache(lambda group: _group_record(name, group))
-        self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups that need no backend
+        self.peers: dict[ProcessGroup, collectives.Peers] = {}  # groups whose ranks access each other's memory
 
     def group(self, mesh: DeviceMesh, axis: int) -> ProcessGroup:
         """The process group in which this lane communicates along one axis of a mesh.
@@ -106,7 +105,7 @@ class Lane:
         With ``own_groups``, the first call for an axis creates the group and is collective among its ranks. All lanes
         of one name share it.
         """
-        own = self.own_groups and (self.beside is None or (mesh, axis) in self.beside)
+        own = self.own_groups and (self.shared_axes is None or (mesh, axis) in self.shared_axes)
         key = (mesh, axis, own)
         if key not in self._groups:
             made = mesh.get_group(axis)
@@ -130,7 +129,7 @@ class Lane:
         self.inside.after = after
         return self.inside
 
-    def following(self) -> _Inside:
+    def after_current_stream(self) -> _Inside:
         """The same, after all work that has been enqueued on the current stream."""
         if self.stream is not None:
             self.inside.after = (self.mark(),)
@@ -165,7 +164,7 @@ class Lane:
                 action()
 
             return Ticket(then=in_order)
-        if self.convoy is not None and self.convoy.follow(ticket, action):
+        if self.coalescing is not None and self.coalescing.follow(ticket, action):
             return ticket
         with self.entered((ticket,)):
             action()
@@ -189,7 +188,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = collectives.gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self.finish(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
+            return self.record_launch(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
 
     def reduce_scatter(
         self,
@@ -220,7 +219,7 @@ class Lane:
             works, unpack = collectives.reduce_by(comm, group, outputs, inputs, op, self.stream is None)
             then = collectives.one_after_other(unpack, then)
         elif self.size_of(group) == 1 or not inputs:
-            works = collectives.copied(outputs, inputs)
+            works = collectives.copy_locally(outputs, inputs)
         elif group in self.peers:
             self.peers[group].reduce(outputs, inputs, collectives.REDUCTIONS[op])
             works = []
@@ -231,7 +230,7 @@ class Lane:
             then = collectives.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self.finish(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
+        return self.record_launch(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
 
     def all_reduce(
         self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
@@ -244,9 +243,9 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self.finish(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
+            return self.record_launch(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
 
-    def greet(self, groups: Sequence[ProcessGroup]) -> None:
+    def init_communicators(self, groups: Sequence[ProcessGroup]) -> None:
         """Run one collective in each group, also in groups of one rank: NCCL creates communicators at first use."""
         with self.entered():
             for group in groups:
@@ -269,16 +268,16 @@ class Lane:
         sizes = [scale * n for n in output_splits], [scale * n for n in input_splits]
         with self.entered(after):
             if group.size() == 1:
-                works = collectives.copied([out], [inp])
+                works = collectives.copy_locally([out], [inp])
             elif self.stream is not None and self.backend_in(group) == "gloo":  # which reads CUDA memory as the host's
                 back = torch.empty(out.shape, dtype=out.dtype)
                 _torch.all_to_all_one(group, back, inp.cpu(), *sizes, _torch.ALL_TO_ALL).wait()
-                works = collectives.copied([out], [back])
+                works = collectives.copy_locally([out], [back])
             else:
                 works = [_torch.all_to_all_one(group, out, inp, *sizes, _torch.ALL_TO_ALL)]
-            return self.finish(group, "all_to_all", name, input.nbytes, works)
+            return self.record_launch(group, "all_to_all", name, input.nbytes, works)
 
-    def most(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
+    def max_over_ranks(self, meshes: Sequence[DeviceMesh], numbers: Sequence[int], about: str) -> list[int]:
         """The elementwise maximum of the ranks' numbers over all ranks of these meshes, on each of them.
 
         Blocks. It runs the same collectives per axis whatever the numbers are, and does not count as a launch.
@@ -286,7 +285,7 @@ class Lane:
         """
         with self.entered():
             values = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
-            for mesh in [*meshes, *meshes[:-1]]:  # what the later ones found out, the earlier ones learn
+            for mesh in [*meshes, *meshes[:-1]]:  # again, so that ranks of earlier meshes learn of the later ones
                 for axis in range(mesh.ndim):
                     group = self.group(mesh, axis)
                     if group.size() > 1:
@@ -300,9 +299,10 @@ class Lane:
             found: list[int] = values.tolist()
         return found
 
-    def finish(
+    def record_launch(
         self, group: ProcessGroup, kind: str, name: str, numbytes: int, works: Sequence[Work], then: Action = None
     ) -> Ticket:
+        """The ticket of a collective that has just been launched, and records of the launch."""
         if self.stream is None:
             ticket = Ticket(works=works, then=then)
         else:
@@ -344,10 +344,10 @@ def record_replay(lane: Lane, name: str, ranks: Sequence[int]) -> None:
 def watch_over(device: torch.device) -> bool:
     """Whether there are other ranks. If so, start the alarm among them."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None or world.size() == 1 or _torch.backend_name(world, device) in IMAGINED:
+    if world is None or world.size() == 1 or _torch.backend_name(world, device) in WITHOUT_PEERS:
         return False
     if _torch.backend_name(world, device) == _IN_THREADS:
-        return True  # a process has one alarm and one flight record: ranks of it would write over each other's
+        return True  # a process has one alarm and one flight record, which its ranks cannot share
     store = _torch.default_store()
     watched = Watched(
         store=functools.partial(_own_store, weakref.ref(store)),
@@ -373,7 +373,7 @@ def _own_store(known: weakref.ref[Any], prefix: str) -> Any:
 
 
 def _kept_store(store: Any) -> Any:
-    """What keeps the store's server alive, if it is in this process; None if torchrun has it."""
+    """The object that keeps the store's server alive, if that is in this process; None if torchrun has it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         return None
     store = _without_prefixes(store)

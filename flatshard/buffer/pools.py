@@ -37,7 +37,7 @@ class _Slot:
         self.least = int(_SHARE * size) if self.size > _GRANULE else 0
         on_cuda = device.type == "cuda"
         self.allocating: AbstractContextManager[None] = _torch.memory(device, groups) if on_cuda else nullcontext()
-        self.released: tuple[Ticket, ...] = ()  # where the stream stood that read it last
+        self.released: tuple[Ticket, ...] = ()  # when its last reader has finished
 
 
 class Pool:
@@ -61,8 +61,8 @@ class Pool:
         self.num_slots = 0
         self._free: list[_Slot] = []
         self._taken: dict[int, _Slot] = {}  # by the storage that has it
-        self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream of its heap
-        self._remembered: list[object] | None = None  # what keeps memory, for `remembering`
+        self._lasting: dict[int, torch.cuda.Stream] = {}  # by storage, the stream that its memory belongs to
+        self._kept_memory: list[object] | None = None  # what keeps memory alive, within `keeping_memory`
         self._end: weakref.finalize[[Lane], Pool] | None = None
 
     def register(self, groups: Sequence[ProcessGroup]) -> None:
@@ -77,7 +77,7 @@ class Pool:
         else:
             slot = self._take(numel * dtype.itemsize)
             try:
-                # It may still be read, and torch fills new tensors where algorithms are to be deterministic.
+                # The slot may still be read, and torch fills new tensors in its deterministic mode.
                 with self.lane.entered(slot.released), slot.allocating:
                     tensor = torch.empty(numel, dtype=dtype, device=self.lane.device)
                     slot.released = (self.lane.mark(),)
@@ -93,11 +93,11 @@ class Pool:
         with self.lane.entered(), self._allocating:
             return torch.empty(numel, dtype=dtype, device=self.lane.device)
 
-    def allocate(self, tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
+    def allocate(self, tensor: torch.Tensor, lasting: bool = False, for_current_stream: bool = False) -> None:
         """Allocate the storage of a tensor; its values are undefined. No effect if it has storage.
 
-        ``lasting`` storage comes from the ordinary heap of the current stream, not from slots. ``here``: the current
-        stream writes it, not the lane.
+        ``lasting`` storage comes from the ordinary heap of the current stream, not from slots.
+        ``for_current_stream``: the current stream writes it, not the lane.
         """
         storage = tensor.untyped_storage()
         size = tensor.nbytes
@@ -107,16 +107,16 @@ class Pool:
             storage.resize_(size)
         elif lasting:
             storage.resize_(size)
-            if not here:
-                with self.lane.following():
+            if not for_current_stream:
+                with self.lane.after_current_stream():
                     pass  # what the current stream still does with that memory comes first
             self._lasting[storage._cdata] = _torch.current_stream(self.lane.device.index)
         else:
             slot = self._take(size)
             try:
-                for ticket in slot.released if here else ():
+                for ticket in slot.released if for_current_stream else ():
                     ticket.wait()
-                with self.lane.entered(() if here else slot.released), slot.allocating:
+                with self.lane.entered(() if for_current_stream else slot.released), slot.allocating:
                     storage.resize_(size)
             except BaseException:  # out of memory
                 self._free.append(slot)
@@ -139,7 +139,7 @@ class Pool:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if keep:
-            with self.lane.following():
+            with self.lane.after_current_stream():
                 pass
         if keep or not size:
             return
@@ -149,22 +149,22 @@ class Pool:
                 slot.released = (self.lane.mark(),)
                 self._free.append(slot)
             elif heap is not None and heap != _torch.current_stream(self.lane.device.index):
-                self.lane.mark().hold_up(heap)
+                self.lane.mark().order_before(heap)
         storage.resize_(0)
         self.live_bytes -= size
         self.live_buffers -= 1
 
     @contextmanager
-    def remembering(self) -> Iterator[list[object]]:
-        """Yields an object that keeps the memory of tensors within alive, because a graph depends on addresses."""
-        memory = self._remembered = [
+    def keeping_memory(self) -> Iterator[list[object]]:
+        """Yields what keeps alive the memory of tensors that are allocated within: a graph depends on addresses."""
+        memory = self._kept_memory = [
             self._allocating,
             *[slot.allocating for slot in (*self._free, *self._taken.values())],
         ]
         try:
             yield memory
         finally:
-            self._remembered = None
+            self._kept_memory = None
 
     def drop(self) -> None:
         """Free the memory of all unused slots, once all streams have finished with it."""
@@ -185,24 +185,24 @@ class Pool:
 
     def _make(self, size: int) -> _Slot:
         slot = _Slot(size, self.lane.device, self.groups)
-        if self._remembered is not None:
-            self._remembered.append(slot.allocating)
+        if self._kept_memory is not None:
+            self._kept_memory.append(slot.allocating)
         if self.lane.stream is not None:
             if self._end is None:
-                self._end = weakref.finalize(self, _let_go, self.lane)
+                self._end = weakref.finalize(self, _return_slots, self.lane)
                 self._end.atexit = False
             with self.lane.entered(), slot.allocating:
                 torch.empty(slot.size, dtype=torch.uint8, device=self.lane.device)  # reserves it; freed at once
-                slot.released = (self.lane.mark(),)  # filled, where algorithms are to be deterministic
+                slot.released = (self.lane.mark(),)  # torch fills it in its deterministic mode
         self.num_slots += 1
         return slot
 
 
-def _let_go(lane: Lane) -> None:
+def _return_slots(lane: Lane) -> None:
     """Return the slots of a pool to the device, after the lane has waited for all work of the current stream.
 
     With expandable segments, torch unmaps memory when its own stream has finished with it, even if another stream reads
     it.
     """
     if lane.stream is not None:
-        lane.mark().hold_up(lane.stream)
+        lane.mark().order_before(lane.stream)

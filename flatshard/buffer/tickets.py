@@ -21,8 +21,8 @@ Action: TypeAlias = Callable[[], None] | None  # what is to be done at the end o
 Tickets: TypeAlias = "Sequence[Ticket]"
 
 
-_PATIENCE = timedelta(seconds=1)  # of one wait for work; then it is seen whether another rank has ended
-# Work that a process group written in Python has made of a future answers so to a limit of time: it knows none.
+_PATIENCE = timedelta(seconds=1)  # of one wait for work, after which it is checked whether another rank has ended
+# The error of the work of a process group written in Python, which cannot wait with a timeout.
 _WITHOUT_LIMIT = "with finite timeout not implemented"
 
 
@@ -56,7 +56,7 @@ class Ticket:
                 work.wait(_PATIENCE)
             except RuntimeError as error:
                 self._failed = True
-                _outwait(work, self._told, error)
+                _keep_waiting(work, self._what, error)
                 self._failed = False
         self._works = ()
         if self._then is not None:
@@ -69,7 +69,7 @@ class Ticket:
             self._event.synchronize()
         self.wait()
 
-    def hold_up(self, stream: torch.cuda.Stream) -> None:
+    def order_before(self, stream: torch.cuda.Stream) -> None:
         """Order another stream after the operation."""
         if self._event is not None and self._epoch == _epochs.now:
             self._event.wait(stream)
@@ -80,7 +80,7 @@ class Ticket:
             return self._epoch != _epochs.now or bool(self._event.query())
         return not self._failed and all(work.is_completed() for work in self._works)
 
-    def _told(self) -> str:
+    def _what(self) -> str:
         phase = f", {PHASES[record.phase]}" if record.phase else ""
         return f"{self.kind} {self.name or '(unnamed)'} (step {record.step}{phase})"
 
@@ -108,15 +108,15 @@ class Pending(Ticket):
     def synchronize(self) -> None:
         self._real.synchronize()
 
-    def hold_up(self, stream: torch.cuda.Stream) -> None:
-        self._real.hold_up(stream)
+    def order_before(self, stream: torch.cuda.Stream) -> None:
+        self._real.order_before(stream)
 
     def has_ended(self) -> bool:
         return self._real.has_ended()
 
 
-def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
-    """A wait for work has raised. Continues to wait if it was only the short timeout, else raises with the reason."""
+def _keep_waiting(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
+    """A wait for work has raised. Continue to wait if that was only the short timeout, else raise with the reason."""
     if _WITHOUT_LIMIT in str(error):
         work.wait()
         return
@@ -130,7 +130,7 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
             if alarm.verdict.is_failure:
                 alarm.gave_up = True
                 raise alarm.verdict.error(what())
-            has_ended = work.is_completed()  # asked first: what ends while it is waited for may have ended well
+            has_ended = work.is_completed()  # before the wait: work that ends during it may have succeeded
             try:
                 work.wait(_PATIENCE)
                 return
@@ -141,7 +141,7 @@ def _outwait(work: Work, what: Callable[[], str], error: RuntimeError) -> None:
 
 
 def _is_of_handler(error: RuntimeError, work: Any) -> bool:
-    """Whether not the wait raised, but a signal handler that ran meanwhile, such as DataLoader's."""
+    """Whether a signal handler that ran during the wait raised the error, such as DataLoader's."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return trace is not None and trace.tb_frame.f_code is not getattr(type(work).wait, "__code__", None)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from flatshard import _arguments, _torch
 from flatshard._sizes import format_bytes
-from flatshard.buffer import Lane, spread
+from flatshard.buffer import Lane, broadcast
 from flatshard.checkpoint import full
 from flatshard.checkpoint.files import CODES, DTYPES, TensorEntry, find_tensors
 from flatshard.checkpoint.reader import Reader
@@ -169,22 +169,22 @@ def _send(group: ProcessGroup, buckets: Sequence[Plan], pieces: Iterator[torch.T
     """Broadcast names, dtypes and shapes, and then each bucket, from rank 0 of the group."""
     text = [[(name, CODES[x.dtype], x.shape) for name, x in bucket.items()] for bucket in buckets]
     message = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
-    spread(group, torch.tensor([len(message)], device=device)).wait()
-    work = spread(group, message)
+    broadcast(group, torch.tensor([len(message)], device=device)).wait()
+    work = broadcast(group, message)
     for _, used in _staged(buckets, device, pieces):
         work.wait()  # the previous bucket was sent, so its buffer is free for the next one
-        work = spread(group, used)
+        work = broadcast(group, used)
     work.wait()
 
 
 def _receive(group: ProcessGroup, take: Callback, device: torch.device) -> list[Plan]:
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    spread(group, size).wait()
+    broadcast(group, size).wait()
     message = torch.empty(int(size), dtype=torch.uint8, device=device)
-    spread(group, message).wait()
+    broadcast(group, message).wait()
     described = json.loads(message.cpu().numpy().tobytes())
     buckets = [{name: TensorEntry(DTYPES[code], tuple(shape)) for name, code, shape in each} for each in described]
-    arriving: Iterator[Any] = ((spread(group, used), views) for views, used in _staged(buckets, device))
+    arriving: Iterator[Any] = ((broadcast(group, used), views) for views, used in _staged(buckets, device))
     for (work, views), _ in itertools.pairwise(itertools.chain(arriving, [None])):  # the next arrives meanwhile
         work.wait()
         take(views)
@@ -256,7 +256,7 @@ def _agree(version: int, tensors: dict[str, torch.Tensor]) -> int:
         if mesh.get_coordinate() is not None:
             lane, agreed = Lane("full_tensors", device), torch.tensor([version], device=device)
             for axis in reversed(range(mesh.ndim)):
-                spread(lane.group(mesh, axis), agreed).wait()
+                broadcast(lane.group(mesh, axis), agreed).wait()
             version = int(agreed)
     return version
 

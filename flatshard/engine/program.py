@@ -33,8 +33,8 @@ class Turns:
         marked   x   x          the gradients of the group are complete on this rank
         next       ^            if gradients may still arrive for d, c waits; if not, d is skipped, and c is due
 
-    The groups that `due` and `left` return, taken together, depend only on the order and on the set of groups that are
-    used, not on the time of the marks. A group that is marked after its turn gets another turn at the end.
+    The groups that `due` and `remaining` return, taken together, depend only on the order and on the set of groups that
+    are used, not on the time of the marks. A group that is marked after its turn gets another turn at the end.
 
     ``free``: there is no order yet, and a group is due as soon as it is marked; the ranks then compare their launches.
     """
@@ -42,13 +42,13 @@ class Turns:
     def __init__(self, order: Sequence[int], free: bool = False) -> None:
         self.seen: dict[int, None] = {}  # groups in the order in which they were complete, due or not
         self.is_free = free
-        self._had: set[int] = set()  # groups that were due, if there is no order
+        self._was_due: set[int] = set()  # groups, if there is no order
         self._order = order
         self._place = {number: place for place, number in enumerate(order)}
         self._next = 0
         self._last = -1  # the last marked place in the order
-        self._marked: dict[int, bool] = {}  # and whether the backward has left their unit
-        self._again: set[int] = set()
+        self._marked: dict[int, bool] = {}  # groups, and whether the backward has left their unit
+        self._again: set[int] = set()  # groups with a second turn
 
     def see(self, number: int) -> None:
         """All gradients of a group have arrived, but its unit may still be in use."""
@@ -58,35 +58,35 @@ class Turns:
         """The gradients of a group are complete. ``over``: the backward has also left its unit."""
         self.seen[number] = None
         if self._marked.get(number):
-            if over:  # by another recompute of the same unit
+            if over:  # the backward has left another recompute of the same unit
                 self._again.add(number)
         else:
             self._marked[number] = over
         if self._place[number] > self._last:
             self._last = self._place[number]
 
-    def due(self, to_come: Callable[[int], bool]) -> Sequence[int]:
+    def due(self, may_get_gradients: Callable[[int], bool]) -> Sequence[int]:
         """The groups that are reduced next, up to the last marked one in the order.
 
-        Stops before a group that is not marked but has gradients ``to_come``.
+        Stops before a group that is not marked but ``may_get_gradients``.
         """
         if self.is_free:
-            due = [number for number in self.seen if number in self._marked and number not in self._had]
-            self._had.update(due)
+            due = [number for number in self.seen if number in self._marked and number not in self._was_due]
+            self._was_due.update(due)
             return due
         first = self._next
         while self._next <= self._last:
             number = self._order[self._next]
-            if number not in self._marked and to_come(number):
+            if number not in self._marked and may_get_gradients(number):
                 break
             self._next += 1
         return self._order[first : self._next]
 
-    def left(self) -> Iterator[int]:
+    def remaining(self) -> Iterator[int]:
         """At the end of the backward: the groups that have not had their turn."""
         while self._next < len(self._order):
             self._next += 1
-            if self._order[self._next - 1] not in self._had:
+            if self._order[self._next - 1] not in self._was_due:
                 yield self._order[self._next - 1]
 
     def again(self, waiting: Collection[int]) -> list[int]:
@@ -122,13 +122,13 @@ class Program:
         self.announces = False  # they compare those of the running pass
         self.has_launched = False  # the running pass has communicated
         self.is_profiled = False  # a profiler is active
-        self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)
+        self._kind: tuple[Pass, int] = (Pass.FORWARD, 0)  # with the unit where the pass, or its forward, began
         self.upcoming: list[int] = []  # units expected to be needed in the running pass, nearest first
-        self._entry = self._entry_before = 0  # of the last forward with gradients, and of the one before it
+        self._entry = self._entry_before = 0  # where the last forward with gradients began, and the one before it
         self.gathered: list[int] = []  # units whose gathers the running pass has launched
         self.needed: dict[int, None] = {}  # units that the running pass has needed
         self.left: set[int] = set()  # units that the running backward has left
-        self._needs: list[int] = []  # the same in order, in a first pass
+        self._needs: list[int] = []  # in a first pass: the same in order, with repetitions
         self.turns = Turns(())
 
     def begin(self, kind: Pass, entry: int | None = None, free: bool = False) -> None:

@@ -4,7 +4,7 @@ A look-up requests its rows from the ranks that hold them; its backward sends th
 distinct tokens in a batch and rows of H numbers, U x H numbers are sent each way instead of the table:
 
     tokens      5 0 7 5            of this rank; ranks 0 and 1 hold rows 0-3 and 4-7
-    asked       0 | 5 7            sorted, each once: the rows requested from each rank
+    requested   0 | 5 7            sorted, each once: the rows requested from each rank
     seats       1 0 2 1            the index of the row of each token among these
     rows        r0 | r5 r7         received in the order of the requests
     gradients   g2 | g1+g4 g3      sent back the same way, and added in rank order
@@ -46,9 +46,9 @@ class LookUp:
     """Which rows went where. Counts are of rows, per rank."""
 
     tokens: torch.Tensor
-    seats: torch.Tensor  # for each token, the place of its row among those that this rank asked for
-    asked: list[int]
-    wanted: torch.Tensor  # the rows of this rank that all ranks asked for, in the order of ranks
+    seats: torch.Tensor  # for each token, the index of its row among those that this rank has requested
+    requested: list[int]
+    served_rows: torch.Tensor  # the rows of this rank that all ranks have requested, in the order of ranks
     served: list[int]
 
 
@@ -65,7 +65,7 @@ class Rows:
         self._least = min(count for _, count in starts)
         self._axis = mesh.ndim - 1
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        # A backward comes to it after all look-ups that it goes through, and then all gradients are there.
+        # A backward reaches it after all look-ups, and then all their gradients have arrived.
         self._anchor = nn.Parameter(torch.empty(0, device=group.home.device))
         self._anchor.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(group)))
 
@@ -105,22 +105,22 @@ class Rows:
         among = lane.group(group.mesh, self._axis)
         table, dtype = group.main.local_view(0), group.codec.dtype
         mine = tokens.reshape(-1).clone()  # the caller may use the memory for the next batch
-        ask, place, order, asked, served = self._sorted(mine, even, lane, among, name)
-        wanted = ask.new_empty(sum(served))
-        requested = lane.all_to_all(among, wanted, ask, served, asked, after=(lane.mark(),), name=name)
-        seats = torch.empty_like(place).scatter_(0, order, place)  # while the requests travel
-        requested.wait()
+        requests, place, order, requested, served = self._sorted(mine, even, lane, among, name)
+        served_rows = requests.new_empty(sum(served))
+        ticket = lane.all_to_all(among, served_rows, requests, served, requested, after=(lane.mark(),), name=name)
+        seats = torch.empty_like(place).scatter_(0, order, place)  # while the requests are sent
+        ticket.wait()
         width = table.shape[1]
-        if len(wanted) < len(table):
-            sent = table.index_select(0, wanted).to(dtype)
+        if len(served_rows) < len(table):
+            sent = table.index_select(0, served_rows).to(dtype)
         else:
-            sent = table.to(dtype).index_select(0, wanted)  # casts less
-        got = sent.new_empty(sum(asked), width)
-        splits = [count * width for count in asked], [count * width for count in served]
+            sent = table.to(dtype).index_select(0, served_rows)  # casts less
+        got = sent.new_empty(sum(requested), width)
+        splits = [count * width for count in requested], [count * width for count in served]
         lane.all_to_all(among, got.view(-1), sent.view(-1), *splits, after=(lane.mark(),), name=name).wait()
-        # Not a view: of a view that a function returns, autograd allows no change in place.
+        # Not a view: autograd allows no in-place change of a view that a function returns.
         rows = torch.embedding(got, seats.view(tokens.shape))
-        return rows, LookUp(mine, seats, asked, wanted, served)
+        return rows, LookUp(mine, seats, requested, served_rows, served)
 
     def _sorted(
         self, tokens: torch.Tensor, even: bool, lane: Lane, among: ProcessGroup, name: str
@@ -128,7 +128,7 @@ class Rows:
         """The requested rows (by their numbers on the ranks that hold them), the seats of sorted tokens, where these
         tokens were before, and the counts per rank.
         """
-        # Every one of these operations gives the same bits each time, and none waits.
+        # All of these operations are deterministic, and none waits for the device.
         first, stop = self._on(tokens.device)
         ids, order = tokens.long().sort()
         holder = torch.bucketize(ids, stop, right=True).clamp_(max=len(self._first) - 1)
@@ -140,32 +140,32 @@ class Rows:
         here = ids - first[holder]
         if even:
             most = min(len(ids), self._most)
-            asked = served = [most] * len(self._first)
+            requested = served = [most] * len(self._first)
             place = holder * most + number - 1 - (until - counts)[holder]
             of_rank = torch.arange(most, device=ids.device)
             taken = ((until - counts)[:, None] + of_rank + 1).clamp_(max=len(ids))
             is_taken = of_rank < counts[:, None]
             found = torch.searchsorted(number, taken).clamp_(max=len(ids) - 1)
             # Unneeded requests are spread over rows: their zero gradients would be added to one row one by one.
-            ask = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
+            requests = torch.where(is_taken, here[found], of_rank % self._least).view(-1)
             if ids.is_cuda:
                 _torch.assert_on_device(((ids >= 0) & (ids < self._number)).all())
             else:
                 self._check_ends(_ends(ids).tolist(), name)
         else:
-            asked, served = self._counted(ids, counts, lane, among, name)
+            requested, served = self._counted(ids, counts, lane, among, name)
             place = number - 1
-            ask = here[torch.searchsorted(number, torch.arange(1, sum(asked) + 1, device=ids.device))]
-        return ask, place, order, asked, served
+            requests = here[torch.searchsorted(number, torch.arange(1, sum(requested) + 1, device=ids.device))]
+        return requests, place, order, requested, served
 
     def _counted(
         self, ids: torch.Tensor, counts: torch.Tensor, lane: Lane, among: ProcessGroup, name: str
     ) -> tuple[list[int], list[int]]:
         theirs = torch.empty_like(counts)
         lane.all_to_all(among, theirs, counts, [], [], after=(lane.mark(),), name=name).wait()
-        told = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
-        self._check_ends(told[:2], name)
-        return told[2 : 2 + len(counts)], told[2 + len(counts) :]
+        numbers = torch.cat((_ends(ids), counts, theirs)).tolist()  # the host waits here, once
+        self._check_ends(numbers[:2], name)
+        return numbers[2 : 2 + len(counts)], numbers[2 + len(counts) :]
 
     def _check_ends(self, tokens: Sequence[int], name: str) -> None:
         for token in tokens:
@@ -200,7 +200,7 @@ class _LookUp(torch.autograd.Function):
             refuse_orphan()
         # A copy: autograd may give the memory to a leaf that was added to the rows, whose next gradient is added there.
         kept = grad.clone(memory_format=torch.contiguous_format)
-        gradients.came.append((kept.view(-1, grad.shape[-1]), ctx.look_up))
+        gradients.arrived_rows.append((kept.view(-1, grad.shape[-1]), ctx.look_up))
         return grad.new_empty(0), None, None, None, None, None
 
 
@@ -208,9 +208,9 @@ class _LookUp(torch.autograd.Function):
 def _complete(group: weakref.ref[ParamGroup], anchor: torch.Tensor) -> None:
     """A backward has gone through all of its look-ups."""
     anchor.grad = None
-    found = group()
-    if found is not None:
-        found.gradients.arrived(0)
+    known = group()
+    if known is not None:
+        known.gradients.arrived(0)
 
 
 def _ends(ids: torch.Tensor) -> torch.Tensor:
@@ -224,8 +224,8 @@ class RowGradients(Gradients):
     padding: int | None = None  # a row that is not trained
 
     def __init__(self, *given: Any) -> None:
-        self.came: list[tuple[torch.Tensor, LookUp]] = []  # by the running backward
-        self._kept: list[tuple[torch.Tensor, LookUp]] = []  # by earlier ones, which stopped short, too
+        self.arrived_rows: list[tuple[torch.Tensor, LookUp]] = []  # in the running backward
+        self._kept: list[tuple[torch.Tensor, LookUp]] = []  # since the last reduce
         super().__init__(*given)
 
     def take_settings(self, other: Gradients) -> None:
@@ -241,11 +241,11 @@ class RowGradients(Gradients):
 
     @property
     def full_bytes(self) -> int:
-        return super().full_bytes if self.counts_unused else 0  # else rows are sent, and the batch says how many
+        return super().full_bytes if self.counts_unused else 0  # otherwise the batch determines how many rows are sent
 
     @property
     def what(self) -> str:
-        return "reduce" if self.counts_unused else f"reduce {len(self._kept) + len(self.came)} look-ups of"
+        return "reduce" if self.counts_unused else f"reduce {len(self._kept) + len(self.arrived_rows)} look-ups of"
 
     @property
     def has_partial(self) -> bool:
@@ -253,17 +253,17 @@ class RowGradients(Gradients):
 
     @property
     def waiting(self) -> bool:
-        return bool(self.came) or super().waiting
+        return bool(self.arrived_rows) or super().waiting
 
     def take(self) -> list[torch.Tensor | None]:
-        if self.came:
+        if self.arrived_rows:
             self._used.add(0)
-        self._kept += self.came
-        self.came = []
+        self._kept += self.arrived_rows
+        self.arrived_rows = []
         return super().take()
 
     def drop(self) -> None:
-        self.came = []
+        self.arrived_rows = []
         super().drop()
 
     def drop_partial(self) -> None:
@@ -271,7 +271,7 @@ class RowGradients(Gradients):
         self._kept = []
 
     def _add_unreduced(self, gradients: Given) -> None:
-        """They are kept as they are."""
+        """Gradients of rows stay in `_kept`."""
 
     def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         if super().waiting:
@@ -284,7 +284,7 @@ class RowGradients(Gradients):
 
     def _inputs(self, gradients: Given, pool: Pool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         kept, self._kept = self._kept, []
-        if self.counts_unused:  # ranks may have used other look-ups, or none: all of the table is reduced
+        if self.counts_unused:  # ranks may have made other look-ups, or none, so the whole table is reduced
             whole = self._whole(kept) if kept else None
             runs, held = super()._inputs([whole], pool)
             return runs, [*held, *(tensor for grad, look_up in kept for tensor in (grad, look_up.tokens))]
@@ -313,10 +313,12 @@ class RowStage(Stage):
         self.padding: int | None = None
         self.before = 1.0  # what sums, which are in float32, are multiplied by before another stage rounds them
 
-    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(
+        self, inputs: Tensors, out: DBuffer, reduction: Reduction, after: Tickets = (), then: Action = None
+    ) -> Ticket:
         if inputs:
-            return super().launch(inputs, out, of, after, then)
-        lane = of.pool.lane
+            return super().launch(inputs, out, reduction, after, then)
+        lane = reduction.pool.lane
         group = self._among(lane)
         waiting, self.waiting = self.waiting, []
         width = out.layout.slots[0].shape[1]
@@ -324,13 +326,13 @@ class RowStage(Stage):
         received: list[torch.Tensor] = []
         with lane.entered(after):
             for grad, look_up in waiting:
-                sent = _added(grad, look_up.seats, sum(look_up.asked))
+                sent = _added(grad, look_up.seats, sum(look_up.requested))
                 got = sent.new_empty(sum(look_up.served), width)
-                splits = [count * width for count in look_up.served], [count * width for count in look_up.asked]
-                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=of.name))
+                splits = [count * width for count in look_up.served], [count * width for count in look_up.requested]
+                tickets.append(lane.all_to_all(group, got.view(-1), sent.view(-1), *splits, name=reduction.name))
                 received.append(got)
-                of.held += (sent, got, look_up.seats, look_up.wanted)  # these two are of another stream
-        factor = self.before / group.size() if of.op == "avg" else self.before
+                reduction.held += (sent, got, look_up.seats, look_up.served_rows)  # the last two are of another stream
+        factor = self.before / group.size() if reduction.op == "avg" else self.before
 
         def add() -> None:
             for ticket in tickets:
@@ -339,10 +341,10 @@ class RowStage(Stage):
             if rows.numel() != out.local.numel() or not waiting:
                 out.local.zero_()
             if waiting and len(rows):
-                wanted = torch.cat([look_up.wanted for _, look_up in waiting])
-                terms = torch.empty(len(wanted), width, dtype=sum_dtype(received[0].dtype), device=wanted.device)
+                places = torch.cat([look_up.served_rows for _, look_up in waiting])
+                terms = torch.empty(len(places), width, dtype=sum_dtype(received[0].dtype), device=places.device)
                 torch._foreach_copy_(list(terms.split([len(got) for got in received])), received)
-                torch.mul(_added(terms, wanted, len(rows)), factor, out=rows)
+                torch.mul(_added(terms, places, len(rows)), factor, out=rows)
             self._leave_padding(out, rows)
             if then is not None:
                 then()

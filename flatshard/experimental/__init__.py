@@ -54,5 +54,5 @@ class WirePolicy(SchedulePolicy):
                 raise ValueError(
                     f"WirePolicy(registered=True) needs the NCCL backend, not {', '.join(names)}; leave it out"
                 )
-            lane.greet(groups)
+            lane.init_communicators(groups)
             pool.register(groups)

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.buffer.groups import IMAGINED
+from flatshard.buffer.groups import WITHOUT_PEERS
 
 _ALIGN = 16  # bytes
 _GRANULE = 2 << 20
@@ -40,7 +40,7 @@ def see_peers(lane: Lane, groups: Sequence[ProcessGroup]) -> bool:
     assert lane.stream is not None
     others = [group for group in groups if group.size() > 1]
     for group in others:
-        if lane.backend_in(group) not in IMAGINED:
+        if lane.backend_in(group) not in WITHOUT_PEERS:
             gpu = str(torch.cuda.get_device_properties(lane.device).uuid)
             own = torch.tensor([_number(socket.gethostname()), _number(gpu)], device=lane.device)
             numbers = own.new_empty(2 * group.size())  # flat, because Gloo requires as many dims as the input has

@@ -31,7 +31,7 @@ ALIGN = 16
 # (about 2 microseconds) exceeds the time that its bytes take on a fast network.
 AUTO_FLAT_BELOW = 1 << 18
 # Sharding on another dim than 0 costs a copy of the tensor in each gather and reduce, and memory while it is in use.
-# Padding costs more than that, in communication and memory, if it exceeds this fraction of the tensor.
+# Padding of more than this fraction of the tensor costs more.
 TURN_ABOVE = 0.1
 # `flat` prefers fewer segments if they need at most this fraction of the payload in padding beyond the best choice.
 FEWER_SEGMENTS_WORTH = 0.002
@@ -155,7 +155,7 @@ class Layout:
 
     @cached_property
     def turned(self) -> frozenset[int]:
-        """The tensors whose elements a buffer of several pieces holds in another order, so that they must be copied."""
+        """The tensors that are sharded on another dim than 0: a buffer of several pieces has them in another order."""
         return frozenset(index for index, slot in enumerate(self.slots) if slot.dim and self.num_shards > 1)
 
     @cached_property
@@ -264,8 +264,8 @@ class _Run:
 def _tightest(slots: Sequence[Slot], members: Sequence[int], num_shards: int) -> list[_Run]:
     """Pack some of the tensors into few runs with little padding, by the size of their rows.
 
-    If a tensor crosses piece boundaries, the piece must be a multiple of its row. So the piece of one run for all
-    tensors is a multiple of the lcm of all rows, which can need much padding; one run per row size needs less than
+    If a tensor crosses piece boundaries, the piece must be a multiple of its row. The piece of a run for all tensors is
+    then a multiple of the lcm of all rows, which can need much padding. With one run per row size, padding is less than
     one row per shard and run. Which is better depends on the shapes and on the number of shards.
     """
     classes = _classes(slots, members)

@@ -6,7 +6,7 @@ Segments that are not encoded are sent unchanged. The piece of a shard, for two 
 
     |codes, in the order of the elements|scales, row by row|piece of the other segment|
 
-There may be one more byte per tensor at the end.
+There may be one more byte per tensor at the end, which says whether a rank has used it.
 
 Codes and scales are views of one flat buffer of bytes, which one collective gathers or exchanges.
 """
@@ -52,7 +52,7 @@ class Wire:
     piece: int
     pieces: tuple[tuple[EncodedRows, ...], ...]  # per shard, its encoded rows
     kept: tuple[Kept, ...]
-    told: int | None = None  # the position of the bytes per tensor, if there are any
+    uses_at: int | None = None  # the position of the bytes that say which tensors were used, if there are any
 
     @cached_property
     def bytes(self) -> Layout:
@@ -65,7 +65,7 @@ class Wire:
 
 
 def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
-    """Which of the chosen tensors can be encoded: those sharded on dim 0 in segments whose tensors are all chosen."""
+    """Which chosen tensors can be encoded: those sharded on dim 0, in segments of which all tensors are chosen."""
     mixed = {slot.segment for slot, mark in zip(layout.slots, chosen) if slot.numel and not mark}
     return tuple(
         mark and slot.dim == 0 and slot.numel > 0 and slot.segment not in mixed
@@ -74,11 +74,11 @@ def encodable(layout: Layout, chosen: Sequence[bool]) -> tuple[bool, ...]:
 
 
 @lru_cache(maxsize=1024)
-def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int, tells: bool = False) -> Wire:
+def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int, with_uses: bool = False) -> Wire:
     """How the tensors of a layout are sent.
 
-    ``encoded``: from `encodable`. ``itemsize``: bytes per element of tensors that are not encoded. ``tells``: add a
-    byte per tensor.
+    ``encoded``: from `encodable`. ``itemsize``: bytes per element of tensors that are not encoded. ``with_uses``: add
+    the bytes that say which tensors were used.
     """
     codes: dict[int, int] = {}
     end = 0
@@ -104,5 +104,5 @@ def wire_of(layout: Layout, encoded: tuple[bool, ...], block: int, itemsize: int
         if number not in codes and segment.piece:
             kept.append(Kept(number, end))
             end = round_up(end + itemsize * segment.piece, ALIGN)
-    size = round_up(end + len(layout.slots), ALIGN) if tells else end
-    return Wire(layout, encoded, block, itemsize, size, tuple(pieces), tuple(kept), end if tells else None)
+    size = round_up(end + len(layout.slots), ALIGN) if with_uses else end
+    return Wire(layout, encoded, block, itemsize, size, tuple(pieces), tuple(kept), end if with_uses else None)

@@ -136,7 +136,7 @@ class LocalStep:
             for parameter in (parameter for each in ready for parameter in each.parameters):
                 parameter.grad = None
             for gradients in complete:
-                gradients.main_grads.rest()
+                gradients.main_grads.free_cleared()
         return ticket
 
     def _run(
@@ -189,22 +189,22 @@ class LocalStep:
 
     def free_gradients(self, others: Iterable[ParamGroup | None] = ()) -> None:
         """Free the memory of gradients that have been set to None, also those of other groups."""
-        self.give_up_broken()
+        self.recover_if_broken()
         self._stepped_early.clear()  # by a backward that was given up, if any
         self._streamed.join()
         self._late_parameter = None
         with _torch.PlainAttributes():
             for group in dict.fromkeys([*[each.group() for each in self._flat_params], *others]):
                 if group is not None:
-                    group.gradients.main_grads.rest()
+                    group.gradients.main_grads.free_cleared()
 
-    def give_up_broken(self) -> None:
+    def recover_if_broken(self) -> None:
         """Wait for what is still stepped of a backward that an exception has broken off."""
         groups = [each.group() for each in self._flat_params] if self.early_step is not None else []
         units = [unit_with(group) for group in groups if group is not None]
         for root in dict.fromkeys(unit.root for unit in units if unit is not None):
             if root is not None:
-                root.give_up_broken()
+                root.recover_if_broken()
 
     def public_state(self, optimizer: Optimizer) -> Any:
         """The public state, up to date; during the step, the flat one."""

@@ -138,7 +138,7 @@ def fully_shard_optimizer(
         stepper.early_step = _plain_step(type(optimizer))
         # A GradScaler then shows up in `step`, which refuses it.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
-        optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.give_up_broken())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.recover_if_broken())
     if options is None:
         if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offload_state or _has_offloaded(optimizer)):
             return optimizer  # it sees to shards itself

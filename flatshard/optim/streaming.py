@@ -45,7 +45,7 @@ class Stream:
 
     def __init__(self, device: torch.device) -> None:
         self._copy_in, self._step, self._copy_out = (Lane(name, device) for name in ("state in", "step", "state out"))
-        with self._copy_in.following():  # what is still written to host memory comes first
+        with self._copy_in.after_current_stream():  # what is still written to host memory comes first
             pass
         self._slots = deque(_Slot() for _ in range(_SLOTS))
         self._gradients: deque[tuple[Ticket, object]] = deque()  # which are being read, and until when
@@ -53,7 +53,7 @@ class Stream:
 
     def follow(self) -> None:
         """Order steps after all work that has been enqueued on the current stream."""
-        with self._step.following():
+        with self._step.after_current_stream():
             pass
 
     def run(self, inputs: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Pairs]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from flatshard.engine.groups.registry import OWNER, groups
-from flatshard.engine.tree.build import IGNORED, NO_SHARD, owned_modules
+from flatshard.engine.tree.parameters import IGNORED, NO_SHARD, owned_modules
 from flatshard.engine.units.unit import unit_with
 
 

@@ -25,7 +25,7 @@ from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.tree.roots import find_root
 from flatshard.engine.units.intent import Intent
-from flatshard.engine.units.unit import Unit, own
+from flatshard.engine.units.unit import Unit, set_unit
 from flatshard.engine.weights.offload import Home
 from flatshard.engine.weights.source import Source
 from flatshard.policy import MixedPrecisionPolicy
@@ -122,9 +122,9 @@ class DryRun:
             intent = Intent(unshard_in_backward=len(tables) < len(modules))
             unit_groups, precision = self._groups[number], MixedPrecisionPolicy()
             unit = Unit(modules, unit_groups, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
-            unit.tables = tables
+            unit.embeddings = tables
             for module in modules:
-                own(module, unit)
+                set_unit(module, unit)
             self._units.append(unit)
 
     def _module(self, call: ModuleCall) -> _Module:
@@ -236,7 +236,7 @@ class _Group(ParamGroup):
         self.all_gather_comm = self._refreshed = None
         self.borrowers = []
         self.is_held = False
-        self.park_mesh = None
+        self.post_forward_mesh = None
 
     mesh = property(lambda self: _NO_MESH)
     state = property(lambda self: ())

@@ -13,6 +13,7 @@ from flatshard.buffer import DBuffer, Lane, Pool
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.layout import Flat, Partial, Replicate, plan
+from flatshard.megatron.experimental.redistribute import redistribute
 
 SHAPES = [(5, 3), (16, 8), (7,), (), (0, 4), (3, 0), (1, 2, 2)]
 AVG, SUM = Partial("avg"), Partial("sum")
@@ -44,13 +45,13 @@ def every_legal_transition_1d(rank, world, device, layout, dtype):
     values = addends[0]
 
     sharded = DBuffer.distribute(values, planned, mesh, [Flat()])
-    expect(sharded.redistribute([Replicate()]), values)
-    expect(sharded.redistribute([Replicate()]).redistribute([Flat()]), values)
+    expect(redistribute(sharded, [Replicate()]), values)
+    expect(redistribute(redistribute(sharded, [Replicate()]), [Flat()]), values)
     for op, wanted in ((SUM, total), (AVG, mean)):
         partial = DBuffer.distribute(addends[rank], planned, mesh, [op])
         before = partial.local.clone()
-        expect(partial.redistribute([Flat()]), wanted)
-        expect(partial.redistribute([Replicate()]), wanted)
+        expect(redistribute(partial, [Flat()]), wanted)
+        expect(redistribute(partial, [Replicate()]), wanted)
         assert torch.equal(partial.local, before)
 
 
@@ -63,17 +64,17 @@ def every_legal_transition_2d(rank, world, device, layout):
     both = plan(SHAPES, 4, layout=layout)
     legal = [(Replicate(), Replicate()), (Replicate(), Flat()), (Flat(), Flat())]
     for source, target in itertools.product(legal, legal):
-        expect(DBuffer.distribute(values, both, mesh, source).redistribute(target), values)
+        expect(redistribute(DBuffer.distribute(values, both, mesh, source), target), values)
     partial = DBuffer.distribute(addends[2 * outer + inner], both, mesh, [SUM, SUM])
     for target in legal:
-        expect(partial.redistribute(target), total)
+        expect(redistribute(partial, target), total)
     # Partial over the outer axis only: how gradients rest between micro-batches under HSDP and HFSDP.
-    resting = partial.redistribute([SUM, Flat()])
-    expect(resting.redistribute([Replicate(), Flat()]), total)
-    expect(resting.redistribute([Flat(), Flat()]), total)
+    resting = redistribute(partial, [SUM, Flat()])
+    expect(redistribute(resting, [Replicate(), Flat()]), total)
+    expect(redistribute(resting, [Flat(), Flat()]), total)
     # HSDP plans for the inner axis alone.
     hybrid = DBuffer.distribute(addends[2 * outer + inner], plan(SHAPES, 2, layout=layout), mesh, [AVG, AVG])
-    expect(hybrid.redistribute([Replicate(), Flat()]), [part / 4 for part in total])
+    expect(redistribute(hybrid, [Replicate(), Flat()]), [part / 4 for part in total])
 
 
 def in_place_gather(rank, world, device, layout, dtype):
@@ -127,11 +128,11 @@ def given_outputs_and_lanes(rank, world, device):
     partial = DBuffer.distribute(addends[rank], planned, mesh, [AVG])
     shard = DBuffer.zeros(planned, mesh, [Flat()], dtype=torch.float32, device=device)
     full = DBuffer.zeros(planned, mesh, [Replicate()], dtype=torch.float32, device=device)
-    assert partial.redistribute([Flat()], lane=reduce, out=shard) is shard
-    assert shard.redistribute([Replicate()], lane=gather, out=full) is full
+    assert redistribute(partial, [Flat()], lane=reduce, out=shard) is shard
+    assert redistribute(shard, [Replicate()], lane=gather, out=full) is full
     expect(full, mean)
     copy = DBuffer.zeros(planned, mesh, [Flat()], dtype=torch.float32, device=device)
-    assert shard.redistribute([Flat()], out=copy) is copy
+    assert redistribute(shard, [Flat()], out=copy) is copy
     expect(copy, mean)
     assert reduce.history[-1].kind == "reduce_scatter"
 
@@ -141,12 +142,12 @@ def fp8_travels_as_bytes(rank, world, device):
     planned = plan([(8, 4), (6,)], world)
     values = [torch.randn(8, 4, device=device), torch.randn(6, device=device)]
     main = DBuffer.distribute(values, planned, mesh, [Flat()]).cast(torch.float8_e4m3fn)
-    full = main.redistribute([Replicate()])
+    full = redistribute(main, [Replicate()])
     for index, value in enumerate(values):
         assert torch.equal(full.local_view(index).view(torch.uint8), value.to(torch.float8_e4m3fn).view(torch.uint8))
     partial = DBuffer(planned, mesh, [SUM], full.local)
     with pytest.raises(TypeError, match="cast to"):
-        partial.redistribute([Flat()])
+        redistribute(partial, [Flat()])
 
 
 def dtensors_are_canonical(rank, world, device):

@@ -33,16 +33,16 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "hook": [
         (Unit, "_pre_forward"),
         (Unit, "_post_forward"),
-        (calls, "gradient_at_output"),
-        (calls, "_inputs_passed"),
+        (calls, "pre_backward_hook"),
+        (calls, "_post_backward_hook"),
         (param_group, "gradient_arrived"),
-        (root._End, "__call__"),
+        (root, "_end_backward"),
     ],
     "launch": [
         (Gather, "launch"),
         (Lane, "reduce_scatter"),
         (Lane, "all_reduce"),
-        (Lane, "most"),
+        (Lane, "max_over_ranks"),
         (Lane, "group"),
     ],
     "memory": [

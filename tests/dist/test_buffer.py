@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard.buffer import DBuffer, Lane
 from flatshard.layout import Block, Flat, Partial, Replicate, plan
+from flatshard.megatron.experimental.redistribute import redistribute
 from tests.dist import buffer_cases as cases
 
 worlds = pytest.mark.parametrize("world", [2, 3, 4])
@@ -58,14 +59,14 @@ def _refusals(rank, world):
     shared = DBuffer(planned, mesh, [Flat()], partial.local[: planned.shard_numel])
     lane = Lane("test", torch.device("cpu"))
     attempts = {
-        "cannot go from": lambda: buffer.redistribute([Partial()]),
-        "from Flat() to Block(rows=2)": lambda: buffer.redistribute([Block(2)]),
-        "to Partial(op='avg')": lambda: partial.redistribute([Partial("avg")]),
-        "dtype": lambda: buffer.redistribute([Replicate()], out=half),
-        "layout": lambda: buffer.redistribute([Replicate()], out=foreign),
-        "placements": lambda: buffer.redistribute([Replicate()], out=buffer),
-        "1 axes": lambda: buffer.redistribute([Flat(), Flat()]),
-        "shares storage with the input": lambda: partial.redistribute([Flat()], out=shared),
+        "cannot go from": lambda: redistribute(buffer, [Partial()]),
+        "from Flat() to Block(rows=2)": lambda: redistribute(buffer, [Block(2)]),
+        "to Partial(op='avg')": lambda: redistribute(partial, [Partial("avg")]),
+        "dtype": lambda: redistribute(buffer, [Replicate()], out=half),
+        "layout": lambda: redistribute(buffer, [Replicate()], out=foreign),
+        "placements": lambda: redistribute(buffer, [Replicate()], out=buffer),
+        "1 axes": lambda: redistribute(buffer, [Flat(), Flat()]),
+        "shares storage with the input": lambda: redistribute(partial, [Flat()], out=shared),
         "not a gather": lambda: buffer.gather_in_place([Partial()], lane=lane),
         "was planned for": lambda: DBuffer.distribute([torch.ones(2, 2)], planned, mesh, [Flat()]),
         "need (": lambda: DBuffer(planned, mesh, [Flat()], torch.ones(3)),
@@ -92,7 +93,7 @@ def _launches(rank, world):
     planned = plan([(8, 8)] * 10, world)
     buffer = DBuffer.distribute([torch.ones(8, 8)] * 10, planned, mesh, [Flat()])
     lane = Lane("test", torch.device("cpu"))
-    buffer.redistribute([Replicate()], lane=lane)
+    redistribute(buffer, [Replicate()], lane=lane)
     return len(planned.segments), lane.launched, lane.history[-1].numbytes
 
 
@@ -103,8 +104,9 @@ def _gloo_operations(rank, world):
     lane = Lane("test", torch.device("cpu"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         buffer = DBuffer.distribute([torch.ones(8, 8)] * 3, planned, mesh, [Flat()])
-        buffer.redistribute([Replicate()], lane=lane)
-        DBuffer.distribute([torch.ones(8, 8)] * 3, planned, mesh, [Partial("sum")]).redistribute([Flat()], lane=lane)
+        redistribute(buffer, [Replicate()], lane=lane)
+        partial = DBuffer.distribute([torch.ones(8, 8)] * 3, planned, mesh, [Partial("sum")])
+        redistribute(partial, [Flat()], lane=lane)
     return sorted({event.key for event in profile.key_averages() if event.key.startswith("c10d::")})
 
 

@@ -105,7 +105,7 @@ def held(model):
     torch.ones(1, requires_grad=True).sum().backward()  # drops what autograd had queued when it was broken off
     root = unit_of(model).root
     with torch.no_grad():
-        root.rest_gradients()  # whose memory may stay from step to step
+        root.free_cleared_gradients()  # whose memory may stay from step to step
     gc.collect()
     storages, kinds = {}, Counter()
     for each in gc.get_objects():

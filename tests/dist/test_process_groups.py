@@ -46,7 +46,7 @@ def _joint(rank, world):
     mesh = init_device_mesh("cpu", (4,))
     c10d._set_pg_timeout(timedelta(seconds=44), mesh.get_group())
     module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
-    parked = unit_of(module).groups[0].park_mesh
+    parked = unit_of(module).groups[0].post_forward_mesh
     assert parked.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert parked.get_group() is joint_group(init_device_mesh("cpu", (2, 1, 2)), (1, 2))  # by its ranks, once
     mesh = init_device_mesh("cpu", (1, 2, 2))

@@ -70,7 +70,7 @@ def _read_by_the_lane(rank, world):
     reduce = group.gradients.reduce
 
     def watched(*given):
-        seats.extend((look_up.seats, look_up.wanted) for _, look_up in group.gradients.came)
+        seats.extend((look_up.seats, look_up.served_rows) for _, look_up in group.gradients.arrived_rows)
         made = reduce(*given)
         held.extend(made.held)
         return made

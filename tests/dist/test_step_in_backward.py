@@ -419,17 +419,17 @@ def test_steps_wait_for_the_last_reduce_as_far_as_memory_allows(monkeypatch, kin
     Steps that copy state or weights are not put off, so that the copies run beside the backward.
     """
     events = []
-    land, step = Reduces._land, LocalStep.step_early
+    wait_for_oldest, step = Reduces._wait_for_oldest, LocalStep.step_early
 
-    def landing(self):
+    def waiting(self):
         events.append("reduce")
-        land(self)
+        wait_for_oldest(self)
 
     def stepping(self, optimizer, complete, reduced):
         events.append(f"step {len(complete)}")
         return step(self, optimizer, complete, reduced)
 
-    monkeypatch.setattr(Reduces, "_land", landing)
+    monkeypatch.setattr(Reduces, "_wait_for_oldest", waiting)
     monkeypatch.setattr(LocalStep, "step_early", stepping)
     choices = {}
     if kind == "offload, micro-batches":

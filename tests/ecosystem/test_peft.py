@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import fully_shard, gathered, no_shard, shard_model
-from flatshard.engine.weights.codec import is_extended
+from flatshard.engine.weights.extensions import is_extended
 
 pytestmark = pytest.mark.limit(300)
 

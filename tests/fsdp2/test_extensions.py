@@ -137,7 +137,7 @@ def _train(rank, world, kind, sizes, choices):
     if kind is Simple:  # matrices and biases are gathered by one launch, and reduced by two
         launches = [each.kind for each in unit_of(model).root.gather_lane.history]
         assert launches == ["all_gather"] * len(data)
-        assert unit_of(model).root.reduces.launched == 2 * len(data)
+        assert unit_of(model).root.reduce_lane.launched == 2 * len(data)
     if kind is Coded:
         given, size, stride, module, policy = Coded.seen[0]
         assert (given.ndim, given.size()) == (1, sizes[-1])

@@ -153,7 +153,7 @@ def _after_forward(rank, world):
             assert _is_full(model.blocks[0]) is not (value and recurse)
             output.sum().backward()
         assert launched.gathers == gathers, (value, recurse)
-        assert unit_of(model).groups[0].park_mesh is None  # True is the whole mesh, not the number given before
+        assert unit_of(model).groups[0].post_forward_mesh is None  # True is the whole mesh, not the number given before
 
 
 def test_set_reshard_after_forward(ranks):

@@ -65,7 +65,7 @@ def settled(model: nn.Module) -> int:
     root = unit_of(model).root
     assert root is not None
     with torch.no_grad():
-        root.rest_gradients()
+        root.free_cleared_gradients()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fu
 from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.buffer import Lane
 from flatshard.engine import steps
-from flatshard.engine.parameters.values import checksum, spread
+from flatshard.engine.parameters.values import checksum, scrambled
 from flatshard.engine.schedule.agreement import patience
 from flatshard.engine.tree.build import units_below
 from tests.order.cases import DIM, Chain, make, rows, shard
@@ -167,11 +167,11 @@ def test_values_are_compared_unless_they_have_been_replaced_or_are_meant_to_diff
 )
 def test_a_checksum_changes_with_the_lowest_and_the_highest_bit_of_any_element(tensor):
     data = tensor.clone().reshape(-1).view(torch.uint8)
-    before = spread(checksum(data.view(tensor.dtype)))
+    before = scrambled(checksum(data.view(tensor.dtype)))
     for place in [*range(0, len(data), max(1, len(data) // 50)), len(data) - 1]:
         for bit in (1, 128) if tensor.dtype != torch.bool else (1,):
             data[place] ^= bit
-            assert spread(checksum(data.view(tensor.dtype))) != before
+            assert scrambled(checksum(data.view(tensor.dtype))) != before
             data[place] ^= bit
 
 
@@ -179,7 +179,7 @@ def _exchanges(rank, world):
     """How many numbers the ranks exchange, each time, before the first launch."""
     count = []
     model = shard(make())
-    with mock.patch.object(Lane, "most", autospec=True, side_effect=Lane.most) as most:
+    with mock.patch.object(Lane, "max_over_ranks", autospec=True, side_effect=Lane.max_over_ranks) as most:
         model.unshard()
         count = [len(call.args[2]) for call in most.call_args_list]
     return count, sum(len(group.params) for _, unit in units_below(model) for group in unit.groups)

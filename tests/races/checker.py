@@ -431,10 +431,10 @@ def _noting_users(checker: Checker) -> Callable[..., None]:
     """Memory of a lane that the current stream is to write: whatever was done in it must be before that stream."""
     allocate = pools.Pool.allocate
 
-    def noted(self: pools.Pool, tensor: torch.Tensor, lasting: bool = False, here: bool = False) -> None:
-        checker.user = checker.current if here else None
+    def noted(self: pools.Pool, tensor: torch.Tensor, lasting: bool = False, for_current_stream: bool = False) -> None:
+        checker.user = checker.current if for_current_stream else None
         try:
-            allocate(self, tensor, lasting, here)
+            allocate(self, tensor, lasting, for_current_stream)
         finally:
             checker.user = None
 

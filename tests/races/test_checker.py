@@ -229,7 +229,7 @@ def test_the_current_stream_writes_slots_that_nobody_uses(left_out):
                 with pool.lane.entered():
                     write(tensor)
                     pool.release(tensor)  # where the lane stands
-                pool.allocate(tensor, here=True)
+                pool.allocate(tensor, for_current_stream=True)
                 write(tensor)
                 pool.release(tensor)
         assert pool.num_slots == 1
@@ -261,7 +261,9 @@ def test_lasting_memory_is_of_the_current_stream(ordered):
         with checker.on(side):
             ticket.wait()
             read(tensor)
-            with mock.patch.object(Ticket, "hold_up", Ticket.hold_up if ordered else lambda self, stream: None):
+            with mock.patch.object(
+                Ticket, "order_before", Ticket.order_before if ordered else lambda self, stream: None
+            ):
                 pool.release(tensor)
         torch.zeros(64)
     assert kinds(checker) == (set() if ordered else {"reuse of memory in use"})

@@ -13,12 +13,12 @@ import weakref
 import torch
 from torch import nn
 
-from flatshard.engine.gradients.gradients import Gradients
+from flatshard.engine.gradients.gradients import Gradients, refuse_orphan
 
-_PLACE = "_flatshard_main_grad_of"
+_OWNER = "_flatshard_main_grad_of"
 
 
-class Destined(nn.Parameter):
+class ParameterWithMainGrad(nn.Parameter):
     """A full parameter with a buffer for its gradient. The names follow Megatron's convention."""
 
     @property
@@ -27,41 +27,38 @@ class Destined(nn.Parameter):
 
         To be read and written within a backward only. Add to it, and set `grad_added_to_main_grad`.
         """
-        gradients, index = destination(self)
+        gradients, index = owner_of_main_grad(self)
         return gradients.place(index, clear=True)
 
     @property
     def overwrite_main_grad(self) -> bool:
         """Whether nothing is in `main_grad` yet: a kernel may write instead of adding."""
-        gradients, index = destination(self)
+        gradients, index = owner_of_main_grad(self)
         return gradients.is_vacant(index)
 
     @property
     def grad_added_to_main_grad(self) -> bool:
         """Whether a kernel has written this parameter's gradient; autograd's gradient for it is then ignored."""
-        gradients, index = destination(self)
+        gradients, index = owner_of_main_grad(self)
         return gradients.kernels.written.get(index, False)
 
     @grad_added_to_main_grad.setter
     def grad_added_to_main_grad(self, value: bool) -> None:
-        gradients, index = destination(self)
+        gradients, index = owner_of_main_grad(self)
         if value:
             gradients.kernels.wrote(index, alone=True)
 
 
-def destine(full: nn.Parameter, gradients: Gradients, index: int) -> None:
-    """Give a full parameter the attributes of `Destined`."""
-    full.__class__ = Destined
-    full.__dict__[_PLACE] = (weakref.ref(gradients), index)
+def add_main_grad(full: nn.Parameter, gradients: Gradients, index: int) -> None:
+    """Give a full parameter the attributes of `ParameterWithMainGrad`."""
+    full.__class__ = ParameterWithMainGrad
+    full.__dict__[_OWNER] = (weakref.ref(gradients), index)
 
 
-def destination(full: torch.Tensor) -> tuple[Gradients, int]:
-    """The parameter whose gradient a kernel is about to write."""
-    ref, index = full.__dict__[_PLACE]
-    found: Gradients | None = ref()
-    if found is None:
-        raise RuntimeError(
-            "a gradient is written for a sharded parameter that has been moved, cast or deleted since its forward; run "
-            "the backward before you change the model"
-        )
-    return found, index
+def owner_of_main_grad(full: torch.Tensor) -> tuple[Gradients, int]:
+    """The gradients of the group, and the index in it, of the parameter whose gradient a kernel writes."""
+    ref, index = full.__dict__[_OWNER]
+    gradients: Gradients | None = ref()
+    if gradients is None:
+        refuse_orphan()
+    return gradients, index

@@ -17,7 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ from flatshard.engine.gradients.main_grads import MainGrads, Reduced, call_finis
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction, Stage, Uses, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.weights.codec import as_plain
+from flatshard.engine.weights.extensions import as_plain
 from flatshard.engine.weights.formats import Formats
 from flatshard.engine.weights.offload import Home
 from flatshard.layout import Layout, Partial, Placement, is_sharded
@@ -40,7 +40,7 @@ _accumulating: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of which 
 
 
 def partial_gradients() -> list[Gradients]:
-    """Those of all models that backwards have left unreduced."""
+    """The `Gradients` of all models that have unreduced gradients of earlier backwards."""
     return [gradients for gradients in _accumulating if gradients.has_partial]
 
 
@@ -50,8 +50,8 @@ class Gradients:
     The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
     """
 
-    on_final: OnFinal | None = None  # called when they are all there, of the last micro-batch
-    is_streamed = False  # it copies state, or weights, on lanes of its own
+    on_final: OnFinal | None = None  # called when the gradients of the last micro-batch are complete
+    is_streamed = False  # `on_final` copies weights or optimizer state, on separate lanes
 
     def __init__(
         self,
@@ -65,39 +65,39 @@ class Gradients:
     ) -> None:
         self.params, self.main, self.placements, self.home = params, main, placements, home
         self.scale: GradientScale = "mean"
-        self.sums_only = False  # collectives add; the mean is taken afterwards
-        self.counts_unused = False  # a missing gradient is one of zero, and is shown
+        self.sums_only = False  # collectives sum; the mean is computed afterwards
+        self.counts_unused = False  # a missing gradient is zero, and is shown
         self.takes_part = False  # it may be reduced although this rank has used none of its params
-        self.comm: Any = None  # a `ReduceScatter` of torch's to reduce by
-        # Called with what has been reduced over all axes before it is shown; and the stream to call it on.
+        self.comm: Any = None  # a `ReduceScatter` of torch's to use
+        # `FSDPModule.set_all_reduce_hook`, and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
-        self.expected = sum(param.sharded.requires_grad for param in params)  # by a backward that uses them all
-        # If watched: called when one arrives and none has, with False, and when all expected ones have, with True.
+        self.expected = sum(param.sharded.requires_grad for param in params)  # gradients of a backward that uses all
+        # Called with False when the first gradient of a watched param arrives, and with True when all have arrived.
         self.on_arrival: Callable[[bool], None] | None = None
-        self._arrived: set[int] = set()  # of those watched
-        # Per segment, the tensor that fills it, if there is one, and its elements.
+        self._arrived: set[int] = set()  # watched params with a gradient
+        # Per segment, the tensor that fills it, if one does, and its number of elements.
         sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
         self._segments = list(zip(sole_owners(main.layout), sizes))
-        # As many stages as there are axes that gradients rest reduced over.
+        # After this many stages, gradients have `Placements.gradient`.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
         self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
-        self._rested = DONE  # when the last reduce into it is over
-        self._rest_factor = 1.0  # by which it multiplies the sum over the ranks that it is reduced over
-        self._used: set[int] = set()  # params that have had a gradient in backwards that stopped short of final
+        self._rested = DONE  # of the last reduce into it
+        self._rest_factor = 1.0  # times the sum over the ranks that it is reduced over
+        self._used: set[int] = set()  # params with a gradient since the last reduce to final gradients
         self._uses = Uses(len(params))
-        self.direct: Direct | None = None  # set: kernels may write gradients themselves
+        self.direct: Direct | None = None  # not None: kernels may write gradients themselves
         self.set_dtypes(policy, compute, formats)
 
-    def ask(self, **told: object) -> None:
+    def configure(self, **settings: object) -> None:
         """Replace settings of the reduces, given as attributes."""
-        self.__dict__.update(told)
+        self.__dict__.update(settings)
         self._derive()
 
     def take_settings(self, other: Gradients) -> None:
         """Copy the settings of the object that this one replaces."""
         names = ("on_arrival", "scale", "sums_only", "counts_unused", "takes_part", "comm", "hook")
-        self.ask(**{name: getattr(other, name) for name in names})
+        self.configure(**{name: getattr(other, name) for name in names})
         self.direct = None if other.direct is None else Direct()
         self.main_grads.take_settings(other.main_grads)
 
@@ -107,7 +107,7 @@ class Gradients:
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
         self._rests_in = policy.resting_of(self.grad_dtype, self.reduce_dtype)
         self._stages = self._plan(formats)
-        # Elements behind reduced gradients, for what is told of uses.
+        # Elements behind reduced gradients, for the uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
         self._derive()
         known: MainGrads | None = self.__dict__.get("main_grads")
@@ -127,12 +127,12 @@ class Gradients:
 
     @property
     def full_bytes(self) -> int:
-        """The input of a reduce."""
+        """The size of the input of a reduce."""
         return self.layout.buffer_numel(self.layout.num_shards) * self.reduce_dtype.itemsize
 
     @property
     def what(self) -> str:
-        """What ranks announce when they compare reduces."""
+        """What this rank announces before a reduce."""
         return "reduce"
 
     @property
@@ -141,7 +141,7 @@ class Gradients:
         return any(stage.is_encoded for stage in self._stages)
 
     def _result(self, number: int, stages: Sequence[Stage]) -> torch.dtype:
-        """The dtype of a stage's result: sums of encoded inputs stay in float32 unless a plain stage follows."""
+        """The dtype of a stage's result: the sum of encoded gradients is in float32, unless a plain stage follows."""
         goes_on = number + 1 < len(stages) and not stages[number + 1].is_encoded
         return sum_dtype(self.reduce_dtype) if stages[number].is_encoded and not goes_on else self.reduce_dtype
 
@@ -159,7 +159,7 @@ class Gradients:
             multiple = self.scale
         self._before = 2.0 ** -math.ceil(-math.log2(abs(multiple)) / 2) if half and 0.0 < abs(multiple) < 1.0 else 1.0
         self._factor = 1.0 if self._op == "avg" else multiple / self._before
-        # Gradients that rest have been multiplied before: those of later backwards, and these, must be alike.
+        # Resting gradients are scaled again, like those of the next backwards.
         ranks = math.prod(self.main.mesh.shape[self.main.mesh.ndim - self._rests_after :])
         known, self._rest_factor = self._rest_factor, self._before / (ranks if self._op == "avg" else 1)
         if self._resting is not None and self._rest_factor != known:
@@ -173,7 +173,7 @@ class Gradients:
 
     @property
     def partial_params(self) -> list[ShardedParam]:
-        """The params that have such gradients, though they may be frozen now, and those that may get some."""
+        """The params that have such gradients, even if they are frozen now, or may get them."""
         pairs = enumerate(self.params)
         return [param for index, param in pairs if index in self._used or param.sharded.requires_grad]
 
@@ -188,7 +188,7 @@ class Gradients:
         return False
 
     def arrived(self, index: int) -> None:
-        """Autograd has set the gradient of a full parameter; reentrant checkpointing may do so more than once."""
+        """Autograd has set the gradient of a watched param; reentrant checkpointing may do so more than once."""
         if not self._arrived and self.on_arrival is not None:
             self.on_arrival(False)
         self._arrived.add(index)
@@ -196,21 +196,20 @@ class Gradients:
             self.on_arrival(True)
 
     def take(self) -> list[torch.Tensor | None]:
-        """Remove the gradients that have arrived from the full parameters, and return them."""
+        """Move the gradients that have arrived from the full parameters to the returned list."""
         if self._arrived:
             self._arrived.clear()
-        params = self.params
-        taken = [None if param.full is None else param.full.grad for param in params]
-        for index, gradient in enumerate(taken):
-            full, inner = params[index].full, params[index].inner
+        taken: list[torch.Tensor | None] = [None] * self._uses.count
+        for index, param in enumerate(self.params):
+            full = param.full
+            gradient = None if full is None else full.grad
             if full is not None and gradient is not None:
                 full.grad = None
                 if gradient.requires_grad:  # of a backward with create_graph=True; no graph goes through a reduce
-                    gradient = taken[index] = gradient.detach()
-                if inner is not None:
-                    gradient = taken[index] = inner.local_gradient(gradient)
-                if type(gradient) is not torch.Tensor:
-                    taken[index] = as_plain(gradient)
+                    gradient = gradient.detach()
+                if param.inner is not None:
+                    gradient = param.inner.local_gradient(gradient)
+                taken[index] = gradient if type(gradient) is torch.Tensor else as_plain(gradient)
         return taken
 
     @property
@@ -220,13 +219,13 @@ class Gradients:
         return self.direct
 
     def place(self, index: int, clear: bool = False) -> torch.Tensor:
-        """Where a kernel may write the gradient of a full parameter. With ``clear`` it is zero if it is vacant."""
+        """The place for a kernel's gradient of a full parameter. With ``clear``, it is zero before the first write."""
         if self._unreduced is not None:
             return self._unreduced.local_view(index)
-        return self.kernels.view(index, clear, self._unwritten)
+        return self.kernels.view(index, clear, self._kernel_buffer)
 
     def is_vacant(self, index: int) -> bool:
-        """Whether no gradient has been written to that place yet."""
+        """Whether no gradient has been written to `place` yet."""
         return self._unreduced is None and index not in self.kernels.written
 
     def drop(self) -> None:
@@ -243,13 +242,13 @@ class Gradients:
     def _drop_written(self) -> None:
         self.direct = None if self.direct is None else Direct()
 
-    def goal(self, asked: Goal) -> Goal:
-        """How far the gradients of this group are reduced for this request."""
-        if asked is Goal.REST and self.placements.gradient == self.placements.optimizer:
+    def goal(self, goal: Goal) -> Goal:
+        """How far the gradients of this group are reduced for the ``goal`` of its unit."""
+        if goal is Goal.REST and self.placements.gradient == self.placements.optimizer:
             return Goal.FINAL  # nothing rests on the way
-        if asked is Goal.REST and not is_sharded(self.placements.gradient[-1]):
+        if goal is Goal.REST and not is_sharded(self.placements.gradient[-1]):
             return Goal.UNREDUCED  # the innermost axis rests unreduced, so all of it does
-        return asked
+        return goal
 
     def reduce(self, pool: Pool, goal: Goal, name: str, is_last: bool = False) -> Reduction:
         """Start to reduce gradients that have arrived to ``goal``, one of `goal`. A missing gradient counts as zero.
@@ -278,10 +277,10 @@ class Gradients:
         return reduction
 
     def _join_written(self, direct: Direct, gradients: Given) -> list[torch.Tensor | None]:
-        """Make gradients written by kernels an unreduced buffer, with others in it; returns what is left to add."""
+        """Use the buffer of gradients that kernels have written as the unreduced one; returns gradients left to add."""
         self._used |= direct.written.keys()
         left = [None if direct.written.get(index) else gradient for index, gradient in enumerate(gradients)]
-        if direct.staging is not None:  # else they were written into the unreduced buffer of earlier backwards
+        if direct.staging is not None:  # otherwise they were written into the unreduced buffer
             turned = self.layout.turned
             fill(direct.staging, left, turned, direct.written.keys())
             self._unreduced = direct.staging
@@ -289,8 +288,8 @@ class Gradients:
         self._drop_written()
         return left
 
-    def _unwritten(self) -> DBuffer:
-        """A buffer for unreduced gradients; it is zero where none will be written."""
+    def _kernel_buffer(self) -> DBuffer:
+        """A buffer for gradients that kernels write; its padding is zero."""
         numel = self.layout.buffer_numel(self.layout.num_shards)
         full = numel == sum(slot.numel for slot in self.layout.slots)
         local = self._empty(numel, self.reduce_dtype)
@@ -313,12 +312,12 @@ class Gradients:
         resting, fresh = self._resting, self._resting is None
         if resting is None:
             resting = self._buffer(stages[-1].placements, self._rests_in, self._empty)
-        with lane.following():
+        with lane.after_current_stream():
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
             write = functools.partial(_add_or_write, resting, target, fresh, 1.0)
-            reduction.ticket = self._rested = self._through(stages, inputs, target, reduction, write)
-        self._resting = resting  # once something is on its way there
+            reduction.ticket = self._rested = self._run_stages(stages, inputs, target, reduction, write)
+        self._resting = resting  # once the reduce into it has been launched
         reduction.held.append(target.local)
 
     # Going all the way
@@ -327,20 +326,20 @@ class Gradients:
         pool, lane = reduction.pool, reduction.pool.lane
         had_grad, changed, finished = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane, is_last)
-        used, factor, asked, on_host = sorted(self._used), self._factor, list[int](), self.home.host
-        # Let all ranks know, unless they do anyway: of one param there is a reduce only if all have used it. Members
-        # without elements are not communicated at all.
+        used, factor, unused, on_host = sorted(self._used), self._factor, list[int](), self.home.host
+        # Send which params this rank has used, unless all ranks know it: a group of one param is reduced only if all
+        # ranks have used it, and params without elements are not communicated.
         if self.main.layout.payload and not self.counts_unused and (self._uses.count > 1 or self.takes_part):
-            reduction.uses = self._uses.given(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
-            reduction.parameters = self._uses.count
+            reduction.uses = self._uses.flags(used, self._stages[0].copies, self.reduce_dtype, self.home.device)
+            reduction.num_params = self._uses.count
             if len(used) < self.expected:
-                asked = self._unknown(had_grad, {*changed, *finished})
+                unused = self._unused(had_grad, {*changed, *finished})
         result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
-        # Else users' hooks, or what other ranks have used, in earlier micro-batches too, come first.
-        is_final = is_last and not (finished or asked or self.main_grads.open)
+        # Otherwise, hooks of users and the question which parameters other ranks have used come before the step.
+        is_final = is_last and not (finished or unused or self.main_grads.undecided)
         stays = on_host and fresh and is_final and self.main_grads.may_stay_on_device(result)
         kept = self._buffer(self.main.placements, result, self._empty) if stays else None
-        with lane.following():
+        with lane.after_current_stream():
             inputs, reduction.held = self._inputs(gradients, pool)
             reduction.held += replaced if reduction.uses is None else (*replaced, reduction.uses)
             in_place = fresh and self.grad_dtype == result and not on_host
@@ -349,15 +348,15 @@ class Gradients:
                 target = self._buffer(self.main.placements, result, pool.temporary)
             if not on_host:
                 reduction.held.append(target.local)
-            # What is done to the result, in the order of the lane.
+            # Called after the reduce, on the lane's stream.
             then: list[Callable[[], None]] = []
-            noted: torch.Tensor | None = None
-            if asked:  # a copy: the next reduce overwrites the counts
-                noted = self._empty(len(self.params), result)
-                then.append(functools.partial(reduction.note_uses, noted))
+            counts: torch.Tensor | None = None
+            if unused:  # a copy: the next reduce overwrites the counts
+                counts = self._empty(len(self.params), result)
+                then.append(functools.partial(reduction.copy_uses, counts))
             if self.hook is not None:
                 then.append(functools.partial(_call_hook, *self.hook, target.local))
-            hooked = functools.partial(self._used_of, used, asked, noted)
+            hooked = functools.partial(self._used_of, used, unused, counts)
             if changed:
                 of_these = functools.partial(hooked, changed)
                 then.append(functools.partial(change_gradients, self.params, of_these, target, factor))
@@ -366,9 +365,9 @@ class Gradients:
                 then.append(functools.partial(_add_or_write, target, target, True, factor))  # before it is cast
             elif not on_host and (not in_place or factor != 1.0):
                 then.append(functools.partial(_add_or_write, main_grad, target, fresh, factor))
-            ticket = self._through(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
+            ticket = self._run_stages(self._stages, inputs, target, reduction, one_after_other(*then) if then else None)
             if is_final:
-                reduction.on_final, reduction.of = self.on_final, self
+                reduction.on_final, reduction.gradients = self.on_final, self
             if on_host and fresh:
                 write = functools.partial(self.home.write, target, lane, main_grad)
                 reduced = Reduced(target, self.grad_dtype, write, stays)
@@ -380,31 +379,31 @@ class Gradients:
             elif on_host:
                 ticket = self.home.add(target, ticket, lane, main_grad, factor)
             if on_host:
-                del target, then  # inside the lane, whose next reduce may use the memory: it comes after the copy
+                del target, then  # inside the lane, so that its next reduce uses the memory after the copy
         reduction.shown = [index for index in used if index not in had_grad] if had_grad else used
         self.main_grads.show(reduction.shown)
         if finished:
             reduction.then = functools.partial(self._finish, functools.partial(hooked, finished))
-        if noted is not None:
-            self.main_grads.open.update(asked)
-            answer = functools.partial(self._uses.answer, noted, asked)
-            reduction.asks = functools.partial(self.main_grads.close, asked, answer)
+        if counts is not None:
+            self.main_grads.undecided.update(unused)
+            used_by_any = functools.partial(self._uses.used_by_any, counts, unused)
+            reduction.resolve_uses = functools.partial(self.main_grads.decide, unused, used_by_any)
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
 
     def _finish(self, hooked: Callable[[], Sequence[int]]) -> None:
-        """Call post-accumulate hooks. They may step an optimizer and set gradients to None: their memory is freed."""
+        """Call post-accumulate hooks. They may step an optimizer and set gradients to None, whose memory is freed."""
         call_finished(self.params, hooked)
         with _torch.PlainAttributes():
-            self.main_grads.rest()
+            self.main_grads.free_cleared()
 
     # Which params ranks have used
 
-    def _unknown(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
-        """The params that this rank has not used, and that have no gradient yet from another rank.
+    def _unused(self, had_grad: Collection[int], hooked: Collection[int]) -> list[int]:
+        """The params that this rank has not used, and that have no gradient yet, or have hooks.
 
-        Also those with hooks, which are called if another rank has used them in this backward.
+        Hooks are called if another rank has used their param in this backward.
         """
         return [
             index
@@ -413,16 +412,16 @@ class Gradients:
         ]
 
     def _used_of(
-        self, used: Sequence[int], asked: Sequence[int], noted: torch.Tensor | None, hooked: Sequence[int]
+        self, used: Sequence[int], unused: Sequence[int], counts: torch.Tensor | None, hooked: Sequence[int]
     ) -> list[int]:
-        """Of params with hooks, those that any rank has used."""
+        """The params with hooks that any rank has used."""
         known = set(used)
-        if any(index in asked for index in hooked):
-            assert noted is not None
-            known.update(self._uses.answer(noted, asked))
+        if any(index in unused for index in hooked):
+            assert counts is not None
+            known.update(self._uses.used_by_any(counts, unused))
         return [index for index in hooked if index in known]
 
-    def _through(
+    def _run_stages(
         self, stages: Sequence[Stage], inputs: list[torch.Tensor], target: DBuffer, reduction: Reduction, then: Action
     ) -> Ticket:
         """Reduce full-size runs through some stages into ``target`` and call ``then``, inside the lane.
@@ -463,15 +462,16 @@ class Gradients:
             held.append(unreduced.local)
             if before != 1.0:
                 unreduced.local.mul_(before)
-            if unreduced.dtype != self.reduce_dtype and not self._stages[0].is_encoded:  # else it is rounded once
+            if unreduced.dtype != self.reduce_dtype and not self._stages[0].is_encoded:  # encoding rounds by itself
                 cast = pool.temporary(unreduced.local.numel(), self.reduce_dtype)
                 cast.copy_(unreduced.local)
                 unreduced = unreduced.like(cast)
                 held.append(cast)
             return unreduced.runs(), held
         runs: list[torch.Tensor | None] = [None] * len(self._segments)
-        staged, sends = 0, before == 1.0 and not pool.groups  # else it would change, or be in other memory than is sent
-        dense = sends and all(map(torch.Tensor.is_contiguous, held))  # as a rule; one loop in C
+        # A gradient is sent from where it is, unless it must be scaled first or copied to registered memory.
+        staged, sends = 0, before == 1.0 and not pool.groups
+        dense = sends and all(map(torch.Tensor.is_contiguous, held))  # one loop in C for the usual case
         for number, (owner, numel) in enumerate(self._segments):
             gradient = gradients[owner] if sends and owner is not None else None
             if gradient is not None and gradient.dtype == self.reduce_dtype and (dense or gradient.is_contiguous()):
@@ -494,7 +494,7 @@ class Gradients:
     def _buffer(
         self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
     ) -> DBuffer:
-        """A buffer for reduced gradients. What lies between its runs is never written by a reduce, so it is zeroed."""
+        """A buffer for reduced gradients, with zeros in the gaps between its runs, which reduces do not write."""
         main, room = self.main, self._room
         if placements == main.placements:
             made = main.like(empty(main.local.numel() + room, dtype)[: main.local.numel()])
@@ -515,7 +515,7 @@ def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.
         target.arrived(index)
 
 
-def refuse_orphan() -> None:
+def refuse_orphan() -> NoReturn:
     """Raise for a gradient of a parameter whose group has been freed."""
     raise RuntimeError(
         "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
@@ -529,7 +529,7 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
         if stream is None:
             hook(reduced)
             return
-        streams = torch.get_device_module(reduced.device)  # hooks look which one they run on, CPUs' too
+        streams = torch.get_device_module(reduced.device)  # hooks may read the current stream, on CPUs too
         lane = streams.current_stream()
         stream.wait_stream(lane)
         with streams.stream(stream):
@@ -538,7 +538,7 @@ def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None
 
 
 def _add_or_write(main_grad: DBuffer, reduced: DBuffer, fresh: bool, factor: float) -> None:
-    """Write or add reduced gradients, times a factor, to a buffer; they may be in it already."""
+    """Write reduced gradients, times a factor, to a buffer, or add them; they may be in it already."""
     if reduced is main_grad:
         main_grad.local.mul_(factor)
     elif fresh and factor == 1.0:

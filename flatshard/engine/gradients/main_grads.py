@@ -20,8 +20,7 @@ from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.offload import Home
 
-# On a gradient that we have put on a parameter: the buffer it lies in.
-MAIN_GRAD = "_flatshard_main_grad"
+MAIN_GRAD = "_flatshard_main_grad"  # on a gradient of `MainGrads`: its buffer
 DECOUPLED = "decoupled_grad"
 _on_device: weakref.WeakSet[MainGrads] = weakref.WeakSet()  # whose gradients have stayed there
 _LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
@@ -51,11 +50,12 @@ class Reduced:
 class MainGrads:
     """One buffer with the layout of main, and a DTensor over it for each param.
 
-    They are created for each step. Once ``.grad`` of all parameters is None, `rest` drops them, and the next backward
-    creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or replaced.
+    They are created for each step. Once ``.grad`` of all parameters is None, `free_cleared` drops them, and the next
+    backward creates new ones. Code that holds a gradient keeps its values, also if only some were set to None or
+    replaced.
 
     Decoupled gradients are set as ``decoupled_grad`` instead of ``.grad``. Between `hide` and `unhide` parameters have
-    no gradients: they are ``kept`` in this object.
+    no gradients: this object keeps them.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class MainGrads:
         self.shown: list[DTensor] = []
         self.on_device: Reduced | None = None  # the values, until they are read; the buffer has none then
         self.in_flight = 0  # reduces that write here
-        # Members whose gradient is here if some rank has used them, which this one has not, and has not been told yet.
-        self.open: Counter[int] = Counter()
+        # Params that this rank has not used, while it does not know whether another rank has.
+        self.undecided: Counter[int] = Counter()
         self.is_decoupled = False
         self.kept: list[torch.Tensor | None] | None = None
         self._numel, self._has_gaps = main.local.numel(), has_gaps(main)
         self._is_large = self._numel * dtype.itemsize > _LARGE
-        self.is_apart = False  # the buffer is not in the memory that activations use
-        self._accumulates = False  # the last backward added to what was there
+        self.is_apart = False  # the buffer has a separate memory pool
+        self._accumulates = False  # the last backward added to the gradients of earlier ones
         self._is_new = False  # nothing has been reduced into the buffer yet
 
-    def rest(self, always: bool = False) -> None:
-        """Drop gradients that `zero_grad` has set to None.
+    def free_cleared(self, always: bool = False) -> None:
+        """Free the buffer if `zero_grad` has set all gradients to None.
 
-        If steps have several backwards, they are kept for the next backward unless ``always``: their memory is needed
-        in all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
+        If steps have several backwards, it is kept for the next backward unless ``always``: its memory is needed in
+        all micro-batches but the first, and other tensors in its place would enlarge the heap. Called within
         `_torch.PlainAttributes`, because it reads every parameter.
         """
         if always and self.buffer is None:
-            self._give_back()
-        if self.buffer is None or self.in_flight or self.open or (self._accumulates and not always):
+            self._free_memory_pool()
+        if self.buffer is None or self.in_flight or self.undecided or (self._accumulates and not always):
             return
         if self.kept is not None and any(grad is not None for grad in self.kept):
             return
@@ -95,10 +95,10 @@ class MainGrads:
                 return
         self.buffer, self.shown, self.on_device = None, [], None
         if always:
-            self._give_back()
+            self._free_memory_pool()
 
-    def _give_back(self) -> None:
-        """Free the memory of a buffer that was apart. What a pool caches is freed only with the pool."""
+    def _free_memory_pool(self) -> None:
+        """Free the separate memory pool, and with it the memory that it caches."""
         self.__dict__.pop("_memory", None)
 
     @property
@@ -124,17 +124,17 @@ class MainGrads:
             reduced.bring().wait()
 
     def prepare(self) -> None:
-        """Create the buffer that the next backward reduces into."""
+        """Create the buffer for the next backward."""
         self._make()
         self._is_new = True
 
     def take(self, had_grad: Sequence[int], lane: Lane, is_last: bool) -> tuple[DBuffer, bool, list[torch.Tensor]]:
         """The buffer; whether to write instead of add; and the tensors that the lane reads to prepare it.
 
-        A buffer that further backwards add to gets memory of its own: in that of the activations it would split a
-        segment which the next forward needs whole.
+        A buffer that further backwards add to gets a separate memory pool: between activations it would split a segment
+        that the next forward needs whole.
         """
-        any_had, buffer = bool(had_grad or self.open), self.buffer
+        any_had, buffer = bool(had_grad or self.undecided), self.buffer
         self._accumulates = any_had
         if any_had:
             self.bring()
@@ -146,15 +146,15 @@ class MainGrads:
             return buffer, True, []
         with _torch.PlainAttributes():
             others = [i for i in range(len(self.params)) if self._grad(i) is not self.shown[i]]
-        others = [i for i in others if i not in self.open] if self.open else others
-        return buffer, False, self._bring(others, buffer, lane) if others else []
+        others = [i for i in others if i not in self.undecided] if self.undecided else others
+        return buffer, False, self._copy_replaced(others, buffer, lane) if others else []
 
     def hide(self) -> None:
-        """Set no gradients on parameters from now on; they have none at this time."""
+        """Keep gradients here instead of setting them on parameters, which have none now."""
         self.kept = [None] * len(self.params)
 
     def unhide(self) -> None:
-        """Set gradients on parameters again, including those of the meantime."""
+        """Set the gradients that were kept here, and later ones, on parameters."""
         kept, self.kept = self.kept or [], None
         for index, grad in enumerate(kept):
             if grad is not None:
@@ -181,7 +181,7 @@ class MainGrads:
                 sharded.grad = grad
 
     def grads_and_hooks(self) -> tuple[list[int], list[int], list[int]]:
-        """As `_torch.grads_and_hooks`, wherever the gradients are."""
+        """`_torch.grads_and_hooks`, also if gradients are decoupled or hidden."""
         had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.is_decoupled or self.kept is not None:
             had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
@@ -207,10 +207,10 @@ class MainGrads:
                 if self._grad(index) is self.shown[index]:
                     self._set(index, None)
 
-    def close(self, asked: Sequence[int], answer: Callable[[], Sequence[int]]) -> None:
-        """After the reduce has been waited for: set the gradients of open params that some rank has used."""
-        used = answer()
-        self.open -= Counter(asked)
+    def decide(self, unused: Sequence[int], used_by_any: Callable[[], Sequence[int]]) -> None:
+        """After the reduce has been waited for: set the gradients of undecided params that some rank has used."""
+        used = used_by_any()
+        self.undecided -= Counter(unused)
         with _torch.PlainAttributes():
             wanted = [index for index in used if self._grad(index) is None]
         self.show(wanted)
@@ -222,7 +222,7 @@ class MainGrads:
             setattr(param.sharded, DECOUPLED, None)
 
     def take_settings(self, other: MainGrads) -> None:
-        """Show gradients where the object that this one replaces has shown them."""
+        """Copy the settings of the object that this one replaces."""
         other.bring()
         self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
@@ -236,7 +236,7 @@ class MainGrads:
                 self._set(index, None)
 
     def _make(self, apart: bool = False) -> DBuffer:
-        self.buffer, self.shown, self.on_device = None, [], None  # their memory may be used again
+        self.buffer, self.shown, self.on_device = None, [], None  # frees their memory
         is_captured = self.main.local.is_cuda and torch.cuda.is_current_stream_capturing()
         self.is_apart = apart and not is_captured  # a graph has its own memory
         if self.is_apart:
@@ -244,7 +244,7 @@ class MainGrads:
                 local = self.home.empty(self._numel + self.room, self.dtype)
         else:
             if "_memory" in self.__dict__ and not is_captured:
-                self._give_back()
+                self._free_memory_pool()
             local = self.home.empty(self._numel + self.room, self.dtype)
         buffer = self.buffer = self.main.like(local[: self._numel] if self.room else local)
         if self._has_gaps:
@@ -259,7 +259,6 @@ class MainGrads:
 
     @functools.cached_property
     def _memory(self) -> AbstractContextManager[None]:
-        """Memory of this buffer alone."""
         return _torch.memory(self.home.device)
 
     @functools.cached_property
@@ -272,22 +271,22 @@ class MainGrads:
         specs = [_torch.spec_with_dtype(_torch.spec_of(param.sharded), self.dtype) for param in self.params]
         return specs, [w.shape for w in windows], [w.stride for w in windows], [w.offset for w in windows]
 
-    def _bring(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
+    def _copy_replaced(self, others: Sequence[int], buffer: DBuffer, lane: Lane) -> list[torch.Tensor]:
         """Copy gradients that users replaced or set to None into the buffer; returns what the lane reads for it."""
         replaced: list[torch.Tensor] = []
-        for index in others:  # gradients that are still referenced keep their values
+        for index in others:  # code that holds the previous gradients keeps their values
             known = weakref.ref(self.shown[index])
             self.shown[index].__dict__.pop(MAIN_GRAD)
             self.shown[index] = _torch.like_dtensor(self.params[index].sharded, buffer.local_view(index))
             self.shown[index].__dict__[MAIN_GRAD] = buffer
             _torch.keep_values(known)
-        with lane.following():  # an earlier reduce of the group may still write there
+        with lane.after_current_stream():  # an earlier reduce of the group may still write there
             for index in others:
                 view = buffer.local_view(index)
                 with _torch.PlainAttributes():
                     grad = self._grad(index)
                 if grad is None:
-                    view.zero_()  # set to None alone, while others of the group were kept
+                    view.zero_()  # set to None, while others of the group were not
                 else:
                     replaced.append(_torch.local_of(grad))
                     view.copy_(replaced[-1])

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from flatshard.buffer.blocks import Coder
 
 
-_MOST = 32  # sets of parameters for which numbers are kept
+_MOST_CACHED = 32  # sets of parameters in each cache of `Uses`
 
 
 class Goal(Enum):
     """How far a backward reduces its gradients."""
 
-    UNREDUCED = "unreduced"  # nowhere: they are added to what this rank has
-    REST = "rest"
-    FINAL = "final"
+    UNREDUCED = "unreduced"  # not at all: they are added to those of this rank
+    REST = "rest"  # to `Placements.gradient`, where they rest between micro-batches
+    FINAL = "final"  # to `Placements.optimizer`
 
 
-# Steps the parameters of some `Gradients`, and returns when they can be read; or None, if it has left all of them to
-# the optimizer. With `Reduced`, they are of one group in host memory.
+# Steps the parameters of some `Gradients`. Returns a ticket for the steps, or None if it leaves all of them to the
+# optimizer. `Reduced` is given for one group in host memory.
 OnFinal: TypeAlias = Callable[[Sequence[Any], Reduced | None], Ticket | None]
 
 
@@ -49,21 +49,19 @@ class Reduction:
     comm: Any = None  # a `ReduceScatter` of torch's that the first stage is to use
     held: list[torch.Tensor] = field(default_factory=list)  # what the lane reads until it is over
     ticket: Ticket = DONE
-    then: Action = None  # called when it is over
-    writes: MainGrads | None = None  # which are its result
+    then: Action = None  # called when it has been waited for
+    writes: MainGrads | None = None  # its result
     shown: Sequence[int] = ()  # params whose gradients were set when it was launched
-    on_final: OnFinal | None = None  # called when it is over and the gradients are complete, with ``of``
-    of: Any = None  # the `Gradients` that it reduces
+    on_final: OnFinal | None = None  # called with ``gradients`` when it has been waited for and they are complete
+    gradients: Any = None  # the `Gradients` that it reduces
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
-    # Which parameters ranks have used (`Uses`): what the next stage is given, and what the last has made of it.
-    uses: torch.Tensor | None = None
-    parameters: int = 0  # how many they are
-    asks: Action = None  # called when it is over, and the host may wait: this rank has not used all of them
+    uses: torch.Tensor | None = None  # which params ranks have used (`Uses`), reduced as far as the gradients
+    num_params: int = 0  # how many params ``uses`` is about
+    resolve_uses: Action = None  # called when the host may wait, if this rank has not used all params
 
-    def note_uses(self, noted: torch.Tensor) -> None:
-        """Copy the reduced use counts."""
+    def copy_uses(self, counts: torch.Tensor) -> None:
         assert self.uses is not None
-        noted.copy_(self.uses)
+        counts.copy_(self.uses)
 
     def conceal(self) -> None:
         """Set the gradients that were set at its launch to None, until `show`."""
@@ -92,47 +90,51 @@ class Stage:
         self.placements = placements
         self._mesh, self._axis = mesh, axis
         self._scatters = is_sharded(placements[axis])
-        self.copies = mesh.size(axis) if self._scatters else 1  # how many ranks get a piece of what it is given
+        self.copies = mesh.size(axis) if self._scatters else 1  # of the uses: one for each rank that gets a piece
         self.room = int(not self._scatters)  # additional elements of a result per parameter
         self._group: tuple[object, ProcessGroup] | None = None
 
-    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(
+        self, inputs: Tensors, out: DBuffer, reduction: Reduction, after: Tickets = (), then: Action = None
+    ) -> Ticket:
         """Reduce runs into ``out`` and call ``then``, inside the lane. ``held`` keeps other tensors that it reads."""
         if not inputs:  # only empty tensors
             return Ticket()
-        lane, op, name = of.pool.lane, of.op, of.name
+        lane, op, name = reduction.pool.lane, reduction.op, reduction.name
         group = self._among(lane)
         if self._scatters:
             outputs = out.runs()
-            if of.uses is not None:
-                inputs, outputs = self._with_uses(inputs, outputs, of, after)
-            return lane.reduce_scatter(group, outputs, inputs, op, after=after, then=then, name=name, comm=of.comm)
+            if reduction.uses is not None:
+                inputs, outputs = self._with_uses(inputs, outputs, reduction, after)
+            return lane.reduce_scatter(
+                group, outputs, inputs, op, after=after, then=then, name=name, comm=reduction.comm
+            )
         with lane.entered(after):
             torch._foreach_copy_(out.runs(), list(inputs))
             reduced = out.local
-            if of.uses is not None:  # behind the gradients there is room for them
-                reduced = reduced.as_strided((reduced.numel() + of.parameters,), (1,))
-                of.uses = reduced[out.local.numel() :].copy_(of.uses)
+            if reduction.uses is not None:  # behind the gradients there is room for them
+                reduced = reduced.as_strided((reduced.numel() + reduction.num_params,), (1,))
+                reduction.uses = reduced[out.local.numel() :].copy_(reduction.uses)
         ticket = lane.all_reduce(group, [reduced], op, name=name)
         return ticket if then is None else lane.follow(ticket, then)
 
     def _with_uses(
-        self, inputs: Tensors, outputs: Tensors, of: Reduction, after: Tickets
+        self, inputs: Tensors, outputs: Tensors, reduction: Reduction, after: Tickets
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Inputs and outputs of a reduce-scatter, with the use counts added."""
-        given, dtype = of.uses, inputs[0].dtype
-        assert given is not None
-        if given.shape != (self.copies * of.parameters,) or given.dtype != dtype:  # of the stage before
-            with of.pool.lane.entered(after):
-                given = given.to(dtype).repeat(self.copies)
-        elif of.pool.groups:  # what is sent lies in memory of theirs
-            given = of.pool.temporary(given.numel(), dtype).copy_(given)
-        of.uses = of.pool.temporary(of.parameters, dtype)
-        of.held += (given, of.uses)
-        return [*inputs, given], [*outputs, of.uses]
+        """Inputs and outputs of a reduce-scatter, with the uses added."""
+        uses, dtype = reduction.uses, inputs[0].dtype
+        assert uses is not None
+        if uses.shape != (self.copies * reduction.num_params,) or uses.dtype != dtype:  # the result of the last stage
+            with reduction.pool.lane.entered(after):
+                uses = uses.to(dtype).repeat(self.copies)
+        elif reduction.pool.groups:  # what is sent must be in registered memory
+            uses = reduction.pool.temporary(uses.numel(), dtype).copy_(uses)
+        reduction.uses = reduction.pool.temporary(reduction.num_params, dtype)
+        reduction.held += (uses, reduction.uses)
+        return [*inputs, uses], [*outputs, reduction.uses]
 
     def _among(self, lane: Lane) -> ProcessGroup:
-        now = lane, lane.own_groups, lane.beside
+        now = lane, lane.own_groups, lane.shared_axes
         if self._group is None or self._group[0] != now:
             self._group = now, lane.group(self._mesh, self._axis)
         return self._group[1]
@@ -159,39 +161,41 @@ class EncodedStage(Stage):
         self._is_stochastic = stochastic
         self._noise: torch.Tensor | None = None  # another number on each rank, and in each reduce
 
-    def launch(self, inputs: Tensors, out: DBuffer, of: Reduction, after: Tickets = (), then: Action = None) -> Ticket:
+    def launch(
+        self, inputs: Tensors, out: DBuffer, reduction: Reduction, after: Tickets = (), then: Action = None
+    ) -> Ticket:
         if not inputs:
             return Ticket()
-        assert of.comm is None  # refused where it is set
-        pool, coder, lane, piece = of.pool, self._coder, of.pool.lane, self._coder.wire.piece
+        assert reduction.comm is None  # refused where it is set
+        pool, coder, lane, piece = reduction.pool, self._coder, reduction.pool.lane, self._coder.wire.piece
         group = self._among(lane)
         ranks = group.size()
         with lane.entered(after):
-            if of.uses is not None:
-                of.uses = of.uses.clone()  # the next stage and `asks` read another tensor
-                of.held.append(of.uses)
-            sent = coder.as_they_are(inputs)
+            if reduction.uses is not None:
+                reduction.uses = reduction.uses.clone()  # it is written here, and the given one may be cached
+                reduction.held.append(reduction.uses)
+            sent = coder.unencoded(inputs)
             if sent is None:
                 sent = pool.temporary(piece * self._from.count, torch.uint8)
                 coder.encode(inputs, self._from, sent, self._next_noise(sent.device))
-                if of.uses is not None and coder.wire.told is not None:
-                    self._told(sent, of).copy_((of.uses > 0).expand(self._from.count, -1))
+                if reduction.uses is not None and coder.wire.uses_at is not None:
+                    self._use_bytes(sent, reduction).copy_((reduction.uses > 0).expand(self._from.count, -1))
             received = pool.temporary(ranks * piece * out.held.count, torch.uint8)
-        of.held += (sent, received)
-        noted = DONE
-        if of.uses is not None and coder.wire.told is None:
-            # Of the one tensor, which is sent from where it is: its bytes have no room for what is told.
-            noted = lane.all_reduce(group, [of.uses], "sum", name=f"uses {of.name}")
+        reduction.held += (sent, received)
+        uses_reduced = DONE
+        if reduction.uses is not None and coder.wire.uses_at is None:
+            # The group has one tensor, which is sent from where it is: behind it is no room for the uses.
+            uses_reduced = lane.all_reduce(group, [reduction.uses], "sum", name=f"uses {reduction.name}")
         if self._scatters:
-            ticket = lane.all_to_all(group, received, sent, [], [], name=of.name)
+            ticket = lane.all_to_all(group, received, sent, [], [], name=reduction.name)
         else:
-            ticket = lane.all_gather(group, [received], [sent], name=of.name)
-        factor = 1.0 / ranks if of.op == "avg" else 1.0
+            ticket = lane.all_gather(group, [received], [sent], name=reduction.name)
+        factor = 1.0 / ranks if reduction.op == "avg" else 1.0
 
         def add() -> None:
-            noted.wait()
-            if of.uses is not None and coder.wire.told is not None:
-                of.uses.copy_(self._told(received, of).amax(0))
+            uses_reduced.wait()
+            if reduction.uses is not None and coder.wire.uses_at is not None:
+                reduction.uses.copy_(self._use_bytes(received, reduction).amax(0))
             if self._is_padded:
                 out.local.zero_()
             coder.decode(received.view(ranks, -1), out.held, out.local, factor)
@@ -200,11 +204,11 @@ class EncodedStage(Stage):
 
         return lane.follow(ticket, add)
 
-    def _told(self, pieces: torch.Tensor, of: Reduction) -> torch.Tensor:
-        """What pieces tell of uses."""
-        first = self._coder.wire.told
+    def _use_bytes(self, pieces: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """The bytes in some pieces that say which params were used."""
+        first = self._coder.wire.uses_at
         assert first is not None
-        return pieces.view(-1, self._coder.wire.piece)[:, first : first + of.parameters]
+        return pieces.view(-1, self._coder.wire.piece)[:, first : first + reduction.num_params]
 
     def _next_noise(self, device: torch.device) -> torch.Tensor | None:
         if not self._is_stochastic:
@@ -240,43 +244,42 @@ class Uses:
     """Which of the ``count`` params of a group any rank has used: one number per param, reduced with its gradient.
 
     A parameter that no rank has used has no gradient, as in one process; a parameter that some rank has used has one on
-    all ranks. Only a rank that has not used a parameter reads the reduced number, and only then does the host wait for
-    the device.
+    all ranks. Only a rank that has not used a parameter reads the reduced number, for which its host waits.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._given: dict[tuple[tuple[int, ...], int, torch.dtype], torch.Tensor] = {}
-        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._flags: dict[tuple[tuple[int, ...], int, torch.dtype], torch.Tensor] = {}
+        self._used_by_any: dict[tuple[int, ...], list[int]] = {}
 
-    def given(self, used: Sequence[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def flags(self, used: Sequence[int], copies: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What this rank sends, in ``copies`` copies: 1 for each param it has ``used``, else 0. Read-only."""
         key = tuple(used), copies, dtype
-        found = self._given.get(key)
-        if found is None:
+        flags = self._flags.get(key)
+        if flags is None:
             rows = torch.zeros(copies, self.count, dtype=dtype, device=device)
             for index in used:
                 rows[:, index].fill_(1)
-            found = rows.view(-1)
-            if not capturing(found) and len(self._given) < _MOST:
-                self._given[key] = found
-        return found
+            flags = rows.view(-1)
+            if not capturing(flags) and len(self._flags) < _MOST_CACHED:
+                self._flags[key] = flags
+        return flags
 
-    def answer(self, noted: torch.Tensor, asked: Sequence[int]) -> list[int]:
-        """Which of the params ``asked`` some rank has used, by the reduced numbers. The host waits for them.
+    def used_by_any(self, counts: torch.Tensor, unused: Sequence[int]) -> list[int]:
+        """Which of the params ``unused`` some rank has used, by the reduced numbers. The host waits for them.
 
-        A captured step cannot wait, and uses the same parameters in every step: the answer is that of the last step
+        A captured step cannot wait, and uses the same parameters in every step: the result is that of the last step
         before it.
         """
-        key = tuple(asked)
-        if not capturing(noted):
-            counts = noted.tolist()
-            self._answers[key] = [index for index in asked if counts[index] > 0]
-            if len(self._answers) > _MOST:
-                self._answers = {key: self._answers[key]}
-        elif key not in self._answers:
+        key = tuple(unused)
+        if not capturing(counts):
+            numbers = counts.tolist()
+            self._used_by_any[key] = [index for index in unused if numbers[index] > 0]
+            if len(self._used_by_any) > _MOST_CACHED:
+                self._used_by_any = {key: self._used_by_any[key]}
+        elif key not in self._used_by_any:
             raise RuntimeError("the captured step uses parameters that no step before it used; raise `warmup`")
-        return self._answers[key]
+        return self._used_by_any[key]
 
 
 def capturing(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ Given: TypeAlias = Sequence[torch.Tensor | None]  # the full-size gradients of a
 
 
 def sole_owners(layout: Layout) -> tuple[int | None, ...]:
-    """Per segment, the tensor that fills it completely and in its own order, if there is one."""
+    """Per segment, the tensor that fills it without padding and in its own order, if one does."""
     owners: list[int | None] = [None] * len(layout.segments)
     for index, slot in enumerate(layout.slots):
         if index not in layout.turned and slot.numel == layout.segments[slot.segment].piece * layout.num_shards:
@@ -26,7 +26,7 @@ def sole_owners(layout: Layout) -> tuple[int | None, ...]:
 
 
 def fill_runs(layout: Layout, staging: torch.Tensor, runs: list[torch.Tensor | None], gradients: Given) -> None:
-    """Copy the gradients of all segments that have no run yet into one buffer, and use its runs for those segments."""
+    """Copy the gradients of segments without a run into ``staging``, and use its parts as their runs."""
     end = filled = 0
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class Direct:
 
     def __init__(self) -> None:
         self.staging: DBuffer | None = None
-        self.written: dict[int, bool] = {}  # and whether autograd's gradient for it is to be ignored
+        self.written: dict[int, bool] = {}  # params, and whether autograd's gradient is ignored
         self._cleared: set[int] = set()
 
     def wrote(self, index: int, alone: bool = False) -> None:
@@ -80,7 +80,7 @@ class Direct:
         self.written[index] = alone or self.written.get(index, False)
 
     def view(self, index: int, clear: bool, make: Callable[[], DBuffer]) -> torch.Tensor:
-        """The place of a gradient. Its values are undefined, or zero with ``clear``, until it has been written."""
+        """The place of a gradient. Its values are undefined, or zero with ``clear``, before the first write."""
         if self.staging is None:
             self.staging = make()
         view = self.staging.local_view(index)
@@ -91,7 +91,7 @@ class Direct:
 
 
 def fill(staging: DBuffer, gradients: Given, turned: Set[int], written: Set[int]) -> None:
-    """Copy gradients of autograd to a buffer that kernels have partly written. ``turned`` tensors are left out."""
+    """Copy gradients of autograd into a buffer that kernels have partly written, except those of ``turned`` tensors."""
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for index, gradient in enumerate(gradients):

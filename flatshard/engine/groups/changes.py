@@ -27,7 +27,7 @@ from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
-from flatshard.engine.weights.codec import unfilled
+from flatshard.engine.weights.extensions import unfilled
 from flatshard.engine.weights.source import lasting_tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -62,16 +62,16 @@ def absorb(
 ) -> None:
     """Adopt the parameters that the modules hold instead of the group's; if that is wrong, restore ours and raise.
 
-    ``awaited``: a later backward will read the currently gathered weights. ``root``: the module at which names in
-    errors start. ``wait``: if parameters differ in dtype or device, leave them until the others have changed too.
+    ``awaited``: a later backward reads the weights that are gathered now. ``root``: the module at which names in errors
+    start. ``wait``: if parameters differ in dtype or device, leave them until the others have changed too.
     ``ours``: keep our parameter objects.
     """
     names = Names(group, root)
     _refuse_data(group, names)
-    found = given(group, names)
+    found = held_by_modules(group, names)
     if any(p is not m.sharded for p, m in zip(found, group.params)) or not _owns_storage(group):
         if wait and not ours and _foreign(group, found):
-            return  # it may be shared, which can be told when all units are known
+            return  # modules may have been tied, which is known only when the root has all units
         try:
             _refuse_others(group, found, names, ours)
             if wait and len(_kinds(found)) > 1:
@@ -106,11 +106,11 @@ def _put_attributes_back(param: ShardedParam) -> None:
 
 @contextmanager
 def applying(group: ParamGroup) -> Iterator[None]:
-    """Around `module._apply`: the state of the group is kept, or converted with the weights."""
+    """Around `module._apply`: gradients and attributes are kept, or converted with the weights."""
     held = [(param.sharded, param.sharded.grad) for param in group.params]
     for param in group.params:
         param.attributes = dict(param.sharded.__dict__)
-        param.sharded.grad = None  # `_apply` could not put back one of another dtype than the parameter's
+        param.sharded.grad = None  # `_apply` cannot set one of another dtype than the parameter's
     before = group.main
     try:
         yield
@@ -162,7 +162,7 @@ def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> Non
 
 
 def _refuse_data(group: ParamGroup, names: Names) -> None:
-    """Raise if `.data` of a DTensor was assigned: torch changes its metadata, and drops the values."""
+    """Raise if `.data` of a DTensor was assigned: torch then changes its metadata and drops the values."""
     changed = group.snapshot.other_data()
     for index in changed:
         parameter = group.params[index].sharded
@@ -176,8 +176,8 @@ def _refuse_data(group: ParamGroup, names: Names) -> None:
         )
 
 
-def given(group: ParamGroup, names: Names) -> list[nn.Parameter]:
-    """What the modules hold instead of our parameters."""
+def held_by_modules(group: ParamGroup, names: Names) -> list[nn.Parameter]:
+    """Per param, the parameter that the modules hold, which may be another one than the group's."""
     result = []
     for index, param in enumerate(group.params):
         found = [site.look() for site in param.sites] or [param.sharded]
@@ -226,7 +226,7 @@ def _as_main(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> 
 
 
 def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Names, ours: bool = False) -> None:
-    """Raise if a parameter found is not sharded like ours or, unless ``ours``, belongs to another group."""
+    """Raise if a parameter found is not sharded like the group's or, unless ``ours``, belongs to another group."""
     foreign = [] if ours else _foreign(group, found)
     for index in foreign:
         raise ValueError(
@@ -254,7 +254,7 @@ def _foreign(group: ParamGroup, found: Sequence[nn.Parameter]) -> list[int]:
 
 
 def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours: bool) -> None:
-    """Make the parameters found the group's, over ``main``; or keep ``ours``, with gradients and requires_grad."""
+    """Make the parameters found the group's, over ``main``, or copy their grad and requires_grad to ``ours``."""
     for index, (parameter, param) in enumerate(zip(found, group.params)):
         param.attributes.update(param.sharded.__dict__)
         if not ours:
@@ -269,7 +269,7 @@ def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours:
         grad = parameter.grad
         if kept is not parameter:
             kept.grad = None
-        if not _torch.lie_over(kept, fresh):
+        if not _torch.replace_local(kept, fresh):
             _become(kept, fresh, grad)
         elif grad is not None and kept.grad is not grad:
             _torch.allow_grad_of(kept, grad.dtype)
@@ -277,7 +277,7 @@ def _take(group: ParamGroup, main: DBuffer, found: Sequence[nn.Parameter], ours:
 
 
 def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Make a parameter equal to ``fresh``, with its own attributes and this gradient."""
+    """Replace the contents of a parameter by those of ``fresh``, but keep its attributes, and set this gradient."""
     parameter.grad = None
     fresh.__dict__.update(parameter.__dict__)
     if grad is not None:
@@ -287,7 +287,7 @@ def _become(parameter: nn.Parameter, fresh: nn.Parameter, grad: torch.Tensor | N
 
 
 def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
-    """Make a parameter that was assigned to the modules the group's."""
+    """Make a parameter that was assigned to the modules param ``index`` of the group."""
     param = group.params[index]
     if parameter is param.sharded:
         return
@@ -296,7 +296,7 @@ def _adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
     _put_attributes_back(param)
     for other in (site.look() for site in param.sites):
         if isinstance(other, nn.Parameter) and other is not parameter and group_of(other) is None:
-            supersede(group, index, other)  # equal, in another module that shares it
+            supersede(group, index, other)  # a tied module was given an equal parameter
 
 
 def _restore(group: ParamGroup) -> None:
@@ -306,7 +306,7 @@ def _restore(group: ParamGroup) -> None:
 
 
 def _owns_storage(group: ParamGroup) -> bool:
-    """Whether our parameters use the memory of their rows in the main buffer, or that which they had."""
+    """Whether the parameters still use their memory, in the main buffer if they lie there."""
     if group.is_extended:
         return not any(map(group.snapshot.is_moved, range(len(group.params))))
     for index, param in enumerate(group.params):
@@ -321,8 +321,8 @@ def _described(value: torch.Tensor) -> str:
     return f"a {type(value).__name__} of shape {tuple(value.shape)}{cut}"
 
 
-def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> None:
-    """Raise if `fill` could not adopt what modules hold, some of it on the meta device."""
+def check_found(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) -> None:
+    """Raise if `fill` could not adopt the parameters found, some of them on the meta device."""
     _refuse_others(group, found, names)
     for index, parameter in enumerate(found):
         if parameter.dtype != group.main.dtype:
@@ -333,9 +333,9 @@ def check_given(group: ParamGroup, found: Sequence[nn.Parameter], names: Names) 
 
 
 def fill(group: ParamGroup, full: Sequence[torch.Tensor], found: Sequence[nn.Parameter], names: Names) -> None:
-    """Take values from full tensors that every rank has, into a new main buffer on their device.
+    """Shard full tensors that every rank has into a new main buffer on their device.
 
-    ``found`` is what the modules had before. Values that are already there are kept.
+    ``found``: the parameters of the modules before. Those that have values keep them.
     """
     if group.is_extended:
         raise ValueError(f"parameter '{names[0]}' is a tensor subclass: call to_empty() and set its values yourself")

@@ -14,15 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
-from flatshard.engine.gradients.direct import destine
+from flatshard.engine.gradients.direct import add_main_grad
 from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial
-from flatshard.engine.weights.codec import Blocks, Cast, Composed, Extension, is_extended
+from flatshard.engine.weights.codec import Blocks, Cast
+from flatshard.engine.weights.extensions import Decoded, Extension, LeafwiseExtension, is_extended
 from flatshard.engine.weights.formats import Formats, chosen
 from flatshard.engine.weights.offload import Home
-from flatshard.engine.weights.source import Decoded, Source, source_for
+from flatshard.engine.weights.source import Source, source_for
 from flatshard.layout import Layout
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
@@ -34,7 +35,7 @@ class ParamGroup:
     `swap` puts them into the modules, or the sharded parameters back, and `release` frees the memory.
     """
 
-    is_away = False  # main is on another device than the mesh, where users have moved it
+    is_away = False  # users have moved main to another device than the mesh's
     keeps_dtype = False  # full weights have the dtype from before sharding, whatever the policy of the unit says
     own_grad_dtype: torch.dtype | None = None  # `parameter.grad_dtype` from before sharding, if it was set
 
@@ -53,26 +54,25 @@ class ParamGroup:
     ) -> None:
         """``own``: the dtype of the parameters before they were sharded.
 
-        ``owner``: the class of the unit's module. ``kind``: of its gradients; with another one than `Gradients`,
-        forwards look rows up, and use no full weights. ``marks``: which parameters were `chosen` to be encoded, before
-        they were sharded.
+        ``owner``: the class of the unit's module. ``kind``: the class of its gradients, `Gradients` or `RowGradients`.
+        ``marks``: which parameters were `chosen` to be encoded.
         """
         self.params, self.placements, self.policy, self.home = params, placements, policy, home
         self.is_extended = is_extended  # parameters of a tensor subclass: ``main`` has a layout, and no memory
-        self.snapshot = Snapshot(params)  # at the sharded parameters in their modules
+        self.snapshot = Snapshot(params)
         self.is_full = False  # the modules hold full parameters
         self.owner: weakref.ref[Any] | None = None  # a unit
         self.borrowers: list[weakref.ref[Any]] = []  # units whose modules share some of the parameters
-        self.park_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
+        self.post_forward_mesh: DeviceMesh | None = None  # between forward and backward, shard over this smaller mesh
         self._watched = False
-        self.ticket: Ticket | None  # of the gather, from its start to the release
-        self.made_of: int | None = None  # the state of main at that start, if they may stay
-        self.all_gather_comm: Any = None  # an `AllGather` of torch's to gather by
-        self._refreshed: int | None = None  # to this state of main, by hand
-        self._renewed: int | None = None  # its state when compute weights in host memory were made
+        self.ticket: Ticket | None  # of the gather, from its launch to the release
+        self.gathered_from: int | None = None  # the state of main at its start, if the weights may stay
+        self.all_gather_comm: Any = None  # an `AllGather` of torch's to use
+        self._refreshed: int | None = None  # the state of main that compute weights are known to have
+        self._renewed: int | None = None  # the state of main in the last `renew`, if it is in host memory
         self.initial: Initial | None = None  # for the ranks to compare before the first launch
         self.main, self.own = main, own
-        self.made_for = self.own, params[0].sharded.requires_grad  # of each parameter, whatever has changed since
+        self.made_for = self.own, params[0].sharded.requires_grad  # of the originals, whatever has changed since
         self._owner, self._kind, self.by_rows = owner, kind, kind is not Gradients
         self._marks = list(marks)
         self.set_main(main)
@@ -80,7 +80,7 @@ class ParamGroup:
     def set_main(self, main: DBuffer) -> None:
         """Use ``main``, which holds the sharded parameters, as the main buffer, and derive all else from it."""
         known: Gradients | None = self.__dict__.get("gradients")
-        self.own = self.own if main.dtype == self.main.dtype else main.dtype
+        self.own = self.own if main.dtype == self.main.dtype else main.dtype  # the model was cast
         self.main = main
         self.is_away = main.device.type not in ("meta", "cpu" if self.home.host else self.home.device.type)
         self._set_codec()
@@ -121,7 +121,7 @@ class ParamGroup:
             )
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Compute and reduce in other dtypes; gathered weights have been released."""
+        """Compute and reduce in other dtypes. Called while nothing is gathered."""
         policy = policy.of_group(self.keeps_dtype, self.own_grad_dtype)
         known, self.policy, before = self.policy, policy, (self.codec.dtype, self.formats)
         if policy.has_formats and not (known.has_formats and policy.encodes is known.encodes):
@@ -135,7 +135,7 @@ class ParamGroup:
             self._set_source()
 
     def _set_source(self, is_held: bool = False) -> None:
-        """Derive full weights from main from now on, or from a copy of its current values (``is_held``)."""
+        """Get full weights from main from now on, or from a copy of its current values (``is_held``)."""
         self.is_held = is_held
         known: Source | None = self.__dict__.get("source")
         if known is not None and known.keeps_storage:
@@ -143,7 +143,7 @@ class ParamGroup:
         self.source: Source
         if self.is_extended:
             given = self.main.layout, self.mesh, self.policy, self.home.device, self.codec.dtype
-            each = [(Composed if p.made_of else Extension)(p, i, *given) for i, p in enumerate(self.params)]
+            each = [(LeafwiseExtension if p.structure else Extension)(p, i, *given) for i, p in enumerate(self.params)]
             self.source = Decoded(each, self.mesh)
         else:
             self.source = source_for(self.main, self.placements, self.codec, self.home, is_held)
@@ -159,7 +159,7 @@ class ParamGroup:
 
     @property
     def units(self) -> list[Any]:
-        """The unit that owns it, and those whose modules share some of its parameters, while they exist."""
+        """The units that exist of ``owner`` and ``borrowers``."""
         return [unit for ref in (self.owner, *self.borrowers) if ref is not None and (unit := ref()) is not None]
 
     @property
@@ -185,7 +185,7 @@ class ParamGroup:
 
     @property
     def arriving_bytes(self) -> int:
-        """As `gathered_bytes`, from the launch of an all-gather until its result is needed, and decoded."""
+        """As `gathered_bytes`, from the launch of an all-gather until its result is decoded."""
         if isinstance(self.codec, Blocks) and self.source.decodes:
             return self.codec.layout.buffer_numel(self.layout.num_shards)
         return self.gathered_bytes
@@ -203,30 +203,30 @@ class ParamGroup:
         self.source.mark_stale()
         if self.source.is_resident:
             if self.ticket is not None and not self.is_full:
-                self.ticket.wait()  # an unused refresh may still be in flight
+                self.ticket.wait()  # an unused refresh may be in flight
             self.swap(to_full=False)
             self.ticket = None
 
     def renew(self) -> None:
-        """A pass starts that must use the current values of main."""
+        """The next pass uses the current values of main: mark compute weights stale unless they are up to date."""
         if self._refreshed is None or self._refreshed != self.state:
             self.mark_stale()
         self._renewed = self.state if self.home.host else None
 
     def forget(self) -> None:
-        """Main may have changed in a way that `state` does not show."""
+        """Main may have changed in a way that `state` does not show: the next `renew` marks compute weights stale."""
         self._refreshed = self._renewed = None
 
     def note_step(self) -> None:
-        """The step counted last has written compute weights in host memory wherever it has changed main."""
+        """The last optimizer step has also written the cast weights in host memory, so they may be up to date."""
         known, now = self._renewed, self.state
         is_only = known is not None and known + 1 == now  # nothing else has changed main
-        copied = self.source.host_copy
-        if copied is not None and copied.note_step() and is_only:
+        host_copy = self.source.host_copy
+        if host_copy is not None and host_copy.note_step() and is_only:
             self._refreshed = now
 
     def hold(self, pool: Pool, name: str) -> None:
-        """Keep the current full weights until `refresh`; the lane is ordered after the last write to main."""
+        """Keep the current full weights until `refresh`. The lane must be ordered after the last write to main."""
         if self.is_held:
             return
         if self.source.compute is None:
@@ -249,14 +249,14 @@ class ParamGroup:
             self._refreshed = self.state
 
     def _derive(self, pool: Pool, name: str) -> None:
-        """Start deriving persistent compute weights from main, which may be written next."""
+        """Start to refresh persistent compute weights. Main may be written afterwards."""
         compute = self.source.compute
         assert compute is not None
         compute.refresh(pool, name)
         compute.has_read.wait()
 
     def gather(self, pool: Pool, name: str, lasting: bool = False) -> None:
-        """Start to gather full weights, which will stay for long if ``lasting``. No effect if they are gathered."""
+        """Start to gather full weights. ``lasting``: they stay for several passes. No effect if they are gathered."""
         if self.ticket is not None:
             return
         if self.is_away:
@@ -264,27 +264,27 @@ class ParamGroup:
                 f"parameter '{self.params[0].name}' was moved to {self.main.device}; move the model back to "
                 f"{self.home.device.type} before you use it"
             )
-        self.made_of = None
+        self.gathered_from = None
         try:
             stays = lasting or self.source.keeps_storage
             self.ticket = self.source.gather(pool, name, stays, self.all_gather_comm)
         except BaseException:
-            if pool.lane.convoy is not None:
-                pool.lane.convoy.disband()  # it was to arrive in memory that is given back next
-            self.source.give_up()
+            if pool.lane.coalescing is not None:
+                pool.lane.coalescing.drop()  # deferred gathers would write to memory that is freed next
+            self.source.cancel()
             raise
 
-    def give_up(self) -> None:
-        """The all-gather of its unit has raised: free its memory, and drop deferred launches."""
+    def cancel(self) -> None:
+        """Free the memory of an all-gather of the unit that has raised."""
         if self.ticket is not None:
             self.release()
-            self.source.give_up()
+            self.source.cancel()
         self.mark_stale()
 
-    def heed_requires_grad(self) -> None:
-        """Expect gradients of the parameters that now require them, although this rank runs no forward with them."""
+    def update_requires_grad(self) -> None:
+        """Expect gradients of the parameters that require them now, although this rank runs no forward with them."""
         if self.is_full:
-            return  # it counts when the sharded parameters are shown again
+            return  # `swap` updates it
         for param in self.params:
             if param.full is not None:
                 param.full.requires_grad = param.sharded.requires_grad
@@ -306,7 +306,7 @@ class ParamGroup:
             shown, hidden = (param.full, param.sharded) if to_full else (param.sharded, param.full)
             assert shown is not None
             assert hidden is not None
-            if shown.requires_grad != hidden.requires_grad:  # toggled while the other one was shown
+            if shown.requires_grad != hidden.requires_grad:  # changed on the other one while that was shown
                 shown.requires_grad = hidden.requires_grad
                 self.gradients.expected += 1 if hidden.requires_grad else -1
             for site in param.sites:
@@ -321,8 +321,7 @@ class ParamGroup:
         if self.ticket is None:
             return
         if not self.is_full:
-            # An unused prefetch may still be in flight.
-            self.ticket.wait()
+            self.ticket.wait()  # an unused prefetch may be in flight
         self.swap(to_full=False)
         if not self.source.is_resident:
             self.ticket = None
@@ -355,19 +354,19 @@ class ParamGroup:
         self._watched = False
         self.gradients.expected = sum(param.sharded.requires_grad for param in self.params)
         if self.gradients.direct is not None:
-            self._destine()
+            self._add_main_grads()
 
     def offer_main_grads(self) -> None:
         """Let kernels write the gradients of the full parameters themselves."""
         if self.gradients.direct is None and self.main.dtype.is_floating_point and not self.is_extended:
             self.gradients.direct = Direct()
-            self._destine()
+            self._add_main_grads()
 
-    def _destine(self) -> None:
+    def _add_main_grads(self) -> None:
         for index, param in enumerate(self.params):
-            # DTensors and other subclasses, and what lies in another order in the buffer, are left to autograd.
+            # Kernels cannot write gradients of subclasses, or of tensors that the buffer holds in another order.
             if type(param.full) is nn.Parameter and index not in self.layout.turned:
-                destine(param.full, self.gradients, index)
+                add_main_grad(param.full, self.gradients, index)
 
     def watch(self) -> None:
         """Detect when all gradients have arrived: a hook on every full parameter, including frozen ones."""
@@ -379,6 +378,6 @@ class ParamGroup:
             assert full is not None
             if full.is_floating_point():
                 hook = functools.partial(gradient_arrived, weakref.ref(self.gradients), index)
-                before, full.requires_grad = full.requires_grad, True  # a hook can be put only on what needs a gradient
+                before, full.requires_grad = full.requires_grad, True  # a hook needs a tensor that requires a gradient
                 full.register_post_accumulate_grad_hook(hook)
-                full.requires_grad = before  # which users may have changed while it is shown
+                full.requires_grad = before

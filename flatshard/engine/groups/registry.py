@@ -10,11 +10,11 @@ from torch import nn
 
 from flatshard.engine.groups.param_group import ParamGroup
 
-# By the identity of the sharded parameter, which exists as long as its group. Kept beside the parameters, not on them:
-# what is put on a parameter is pickled and copied with it.
+# By the id of the sharded parameter, which exists as long as its group. Not an attribute of the parameter, which would
+# be pickled and copied with it.
 _GROUPS: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 SUCCESSOR = "_flatshard_successor"
-OWNER = "_flatshard_owner"  # on a parameter of a group, in any of its forms: its name, and whose it is
+OWNER = "_flatshard_owner"  # on a parameter of a group, original, sharded or full: its name and the class of its unit
 _generation = 0
 
 
@@ -38,7 +38,7 @@ def adopt(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
     if _GROUPS.pop(id(param.sharded), None) is not None:
         _GROUPS[id(parameter)] = group
     old, param.sharded = param.sharded, parameter
-    parameter.__dict__.pop(SUCCESSOR, None)  # it may have been ours before
+    parameter.__dict__.pop(SUCCESSOR, None)  # it may have been in the group before
     supersede(group, index, old)
 
 
@@ -53,11 +53,11 @@ def supersede(group: ParamGroup, index: int, parameter: nn.Parameter) -> None:
 
 
 def retire(group: ParamGroup, index: int, successors: ParamGroup, place: int) -> None:
-    """Param ``index`` of a group is in no module any more; another one has replaced it."""
+    """No module has param ``index`` of a group any more: param ``place`` of ``successors`` has replaced it."""
     parameter = group.params[index].sharded
     _GROUPS.pop(id(parameter), None)
     parameter.grad = None
-    parameter.requires_grad_(False)  # nothing waits for a gradient of it
+    parameter.requires_grad_(False)  # so that no gradient of it is expected
     supersede(successors, place, parameter)
 
 
@@ -72,7 +72,7 @@ def group_of(parameter: torch.Tensor) -> ParamGroup | None:
 
 
 def sharded_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter, which has the gradients, of a full one that its unit shows; any other as it is."""
+    """The sharded parameter of a full one. Any other parameter is returned as it is."""
     if OWNER not in parameter.__dict__ or group_of(parameter) is not None:
         return parameter
     found = (param.sharded for group in groups() for param in group.params if param.full is parameter)
@@ -89,7 +89,7 @@ def is_replaced(parameter: torch.Tensor) -> bool:
     if SUCCESSOR not in parameter.__dict__:
         return False
     found = _successor(parameter)
-    # It may have been put back since, which the next forward will find out.
+    # The user may have put it back since, which only the next forward detects.
     return found is None or not any(site.look() is parameter for site in found[0].params[found[1]].sites)
 
 

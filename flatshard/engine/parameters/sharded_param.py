@@ -22,7 +22,7 @@ PLAIN = "_flatshard_plain"  # on a parameter that is a DTensor, of which its mod
 
 @dataclass(frozen=True)
 class Structure:
-    """How a tensor of a subclass is made of plain tensors, its leaves in this order, and which are sharded with it."""
+    """How a tensor of a subclass is made of plain tensors, its leaves."""
 
     kind: Any
     context: Any
@@ -43,20 +43,20 @@ class Structure:
             inner = getattr(tensor, name)
             yield from (inner,) if part is None else part.leaves(inner)
 
-    def made_of(self, leaves: Iterator[torch.Tensor], rows: int | None = None) -> torch.Tensor:
-        """``rows``: the number of rows, if there are fewer than in the whole."""
-        inner = {name: next(leaves) if p is None else p.made_of(leaves, rows) for name, p in self.parts.items()}
+    def build(self, leaves: Iterator[torch.Tensor], rows: int | None = None) -> torch.Tensor:
+        """A tensor of these leaves. ``rows``: how many it has, if they are not all."""
+        inner = {name: next(leaves) if p is None else p.build(leaves, rows) for name, p in self.parts.items()}
         size = self.size if rows is None else torch.Size((rows, *self.size[1:]))
         made: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, self.stride)
         return made
 
     def mapped(self, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], rows: int) -> torch.Tensor:
-        """The same tensor with changed leaves if they have rows, and with copies of the others."""
+        """A tensor of ``rows`` rows: leaves with rows are changed, the others are copied."""
         parts = (change(leaf) if self.has_rows(leaf) else leaf for leaf in self.leaves(tensor))
-        return self.made_of((part.clone(memory_format=torch.contiguous_format) for part in parts), rows)
+        return self.build((part.clone(memory_format=torch.contiguous_format) for part in parts), rows)
 
     def has_rows(self, leaf: torch.Tensor) -> bool:
-        """Of a leaf of the whole tensor: whether it is cut where the tensor is."""
+        """Whether a leaf of the whole tensor has one row for each of its rows, and so is sharded with it."""
         return leaf.dim() > 0 and leaf.shape[0] == self.size[0] > 1
 
 
@@ -67,7 +67,7 @@ class Site:
     module: weakref.ref[nn.Module]
     name: str
     slots: dict[str, nn.Parameter | None]  # the module's own dict
-    is_plain: bool  # it is written to directly: the module does not override __setattr__ (RNNs do)
+    is_plain: bool  # written to directly, because the module does not override __setattr__ as RNNs do
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Site:
@@ -94,10 +94,10 @@ class ShardedParam:
     name: str  # from the unit's module down
     sites: list[Site]
     sharded: nn.Parameter  # a DTensor over main: what optimizers and checkpoints see
-    full: nn.Parameter | None = None  # what the forward sees, once there has been one
-    inner: Parallel | None = None  # of the full parameter, where tensor parallelism made it a DTensor
-    attributes: dict[str, object] = field(default_factory=dict)  # of `sharded`, should it be replaced
-    made_of: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
+    full: nn.Parameter | None = None  # what forward and backward use; None before the first all-gather
+    inner: Parallel | None = None  # of the full parameter, if tensor parallelism has made it a DTensor
+    attributes: dict[str, object] = field(default_factory=dict)  # those of `sharded`, in case it is replaced
+    structure: tuple[Structure, list[bool]] | None = None  # a subclass that is gathered leaf by leaf, and which are cut
 
     def make_full(self, values: torch.Tensor) -> None:
         """Create the full parameter from its values."""
@@ -121,9 +121,9 @@ def make_params(
 ) -> list[ShardedParam]:
     """Sharded parameters over ``main``, in the place of the originals and with their attributes.
 
-    ``axes``: where data parallelism has axes of the parameters' own mesh, those that shard, and those that replicate.
+    ``axes``: the axes of the parameters' own mesh that data parallelism shards and replicates over, if it uses some.
     ``locals_``: this rank's parts of the parameters, if ``main`` does not hold them.
-    ``apart``: a mesh of which each rank has other parameters, which are plain.
+    ``apart``: a mesh on which each rank has different parameters, plain tensors.
     """
     params = []
     for index, (name, original, sites) in enumerate(named):
@@ -203,7 +203,7 @@ class Snapshot:
         self._parameters = [param.sharded for param in params]
         self.locals = [_torch.local_of(parameter) for parameter in self._parameters]
         self._storages = list(map(_torch.storage_id, self._parameters))
-        self._alive = list(map(_torch.storage_of, self._parameters))  # so that no other gets the number of one
+        self._alive = list(map(_torch.storage_of, self._parameters))  # so that their ids are not used again
         self._local_ids = list(map(id, self.locals))
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for param in params:
@@ -227,11 +227,11 @@ class Snapshot:
         return list(map(_torch.storage_id, self._parameters)) != self._storages
 
     def is_moved(self, index: int) -> bool:
-        """Whether a parameter, wherever it is, has other memory."""
+        """Whether a parameter has other memory, in whichever module it is."""
         return _torch.local_of(self._parameters[index]) is not self.locals[index]
 
     def accept_data(self, index: int) -> None:
-        """Accept the current `.data` of all parameters."""
+        """Accept the current `.data` of a parameter."""
         parameter = self._parameters[index]
         self._storages[index], self._alive[index] = _torch.storage_id(parameter), _torch.storage_of(parameter)
 

@@ -9,7 +9,7 @@ import torch
 
 from flatshard.buffer import DBuffer
 
-_BLOCK = 512  # bytes that are summed, before their place counts
+_BLOCK = 512  # bytes that are summed; each sum is weighted by its place
 _SPREAD = 0x1E3779B97F4A7C15  # odd: the product with it differs in its highest bits, too
 
 
@@ -31,21 +31,21 @@ class Initial:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes with any byte, and with the order of blocks. Uses little additional memory."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data  # words must be where words can be
+    data = data.clone() if data.storage_offset() % 8 else data  # a view as int64 must be aligned
     whole = len(data) // _BLOCK * _BLOCK
     blocks = data[:whole].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
     words = torch.cat([blocks, data[whole:].to(torch.int64)])
     return (words * torch.arange(1, 2 * len(words) + 1, 2, device=words.device)).sum()
 
 
-def spread(sums: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ where these do, within a range that allows negation and reserves the lowest."""
+def scrambled(sums: torch.Tensor) -> torch.Tensor:
+    """Hashes of checksums, in a range that allows negation and reserves the lowest number."""
     return (sums * _SPREAD) >> 2
 
 
-class Held(NamedTuple):
-    """The checksum of a parameter on a rank. Ranks without a part of it, and changed parts, are not compared."""
+class Checksum(NamedTuple):
+    """The checksum of a parameter on this rank. Ranks without a part of it, and changed parts, are not compared."""
 
     sum: int  # of what it was sharded with
     has_part: bool
-    is_changed: bool  # this rank's part has been written since, or was not there
+    is_changed: bool  # this rank's part has been written since, or had no values

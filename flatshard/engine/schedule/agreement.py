@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard.buffer import Lane
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.parameters.values import Held, spread
+from flatshard.engine.parameters.values import Checksum, scrambled
 from flatshard.engine.program import Program
 from flatshard.engine.units.unit import Unit
 from flatshard.policy import SchedulePolicy
 from flatshard.trust.alarm import GRACE
 from flatshard.trust.record import record
 
-_WORDS = 768  # bytes of one text
+_TEXT_BYTES = 768
 _NONE = -(1 << 62)
 
 
@@ -44,7 +44,7 @@ def patience() -> timedelta | None:
         seconds = 0.0
     if not 0 < seconds < 1e6:
         raise ValueError(f"FLATSHARD_CHECK={given!r}: must be 0 (off), 1 (on) or a time limit in seconds")
-    return timedelta(seconds=max(seconds - GRACE, 1.0))  # then they are asked who is there
+    return timedelta(seconds=max(seconds - GRACE, 1.0))  # the alarm then takes GRACE to find the missing ranks
 
 
 class Agreement:
@@ -55,28 +55,28 @@ class Agreement:
 
     def differs(self, number: int, about: str) -> bool:
         """Whether the ranks have different numbers."""
-        lowest, highest = self._lane.most(self._meshes, [-number, number], about)
+        lowest, highest = self._lane.max_over_ranks(self._meshes, [-number, number], about)
         return -lowest != highest
 
-    def check(self, said: Sequence[str], about: str) -> str | None:
-        """None if all ranks have the same texts. Otherwise the first difference, and which ranks differ."""
-        if not self.differs(digest(said), about):
+    def check(self, lines: Sequence[str], about: str) -> str | None:
+        """None if all ranks have the same lines. Otherwise the first difference, and which ranks differ."""
+        if not self.differs(digest(lines), about):
             return None
-        mine = [*said, *["nothing more"] * (self._most(len(said), about) - len(said))]
+        mine = [*lines, *["nothing more"] * (self._most(len(lines), about) - len(lines))]
         digests = [digest(line) for line in mine]
-        at = self.different_values([Held(each, has_part=True, is_changed=False) for each in digests], about)[0]
+        at = self.different_values([Checksum(each, has_part=True, is_changed=False) for each in digests], about)[0]
         first, other = self.odd_one(digests[at], about)
-        words = [self._words(mine[at] if dist.get_rank() == rank else None, about) for rank in (first, other)]
-        return f"rank {first}: {words[0]}; rank {other}: {words[1]}"
+        texts = [self._text_of(rank, mine[at], about) for rank in (first, other)]
+        return f"rank {first}: {texts[0]}; rank {other}: {texts[1]}"
 
-    def different_values(self, held: Sequence[Held], about: str) -> list[int]:
+    def different_values(self, held: Sequence[Checksum], about: str) -> list[int]:
         """The indices of values that differ between ranks that hold parts, except those that some rank has changed."""
         numbers = []
         for each in held:
             numbers += [each.sum, -each.sum] if each.has_part else [_NONE, _NONE]
             numbers.append(int(each.is_changed))
-        found = self._lane.most(self._meshes, numbers, about)
-        places = zip(found[::3], found[1::3], found[2::3])
+        highest = self._lane.max_over_ranks(self._meshes, numbers, about)
+        places = zip(highest[::3], highest[1::3], highest[2::3])
         return [at for at, (most, least, changed) in enumerate(places) if not changed and _NONE < most != -least]
 
     def odd_one(self, value: int, about: str) -> tuple[int, int]:
@@ -87,12 +87,12 @@ class Agreement:
         return first, -self._most(-rank if value != theirs else _NONE, about)
 
     def _most(self, number: int, about: str) -> int:
-        return self._lane.most(self._meshes, [number], about)[0]
+        return self._lane.max_over_ranks(self._meshes, [number], about)[0]
 
-    def _words(self, text: str | None, about: str) -> str:
-        """The text of the only rank that passes one."""
-        data = (text or "").encode()[:_WORDS].ljust(_WORDS, b"\0")
-        return bytes(self._lane.most(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
+    def _text_of(self, rank: int, text: str, about: str) -> str:
+        """The text of one rank, on all of them."""
+        data = (text if dist.get_rank() == rank else "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        return bytes(self._lane.max_over_ranks(self._meshes, list(data), about)).rstrip(b"\0").decode(errors="replace")
 
 
 class Announcer:
@@ -134,19 +134,19 @@ class Announcer:
             assert unit.root is not None
             mode = "training" if unit.root.units[0].modules[0].training else "evaluation"
             place += f" of step {record.step}, in {mode} mode"
-        said = f"about to {what} unit '{unit.name}'{of}{place}{after}"
-        told = self.agreement.check([said], f"before {what} {unit.name}")
-        if told is not None:
+        launch = f"about to {what} unit '{unit.name}'{of}{place}{after}"
+        difference = self.agreement.check([launch], f"before {what} {unit.name}")
+        if difference is not None:
             raise RuntimeError(
-                f"ranks differ in what they do next: {told}. All ranks must run the same units in the same order. If "
-                "their batches use different parameters, call set_reduce_scatter_unused_params(True) on the model; if "
-                "some do not use a unit, call fully_shard on it with optional=True"
+                f"ranks differ in what they do next: {difference}. All ranks must run the same units in the same "
+                "order. If their batches use different parameters, call set_reduce_scatter_unused_params(True) on the "
+                "model; if some do not use a unit, call fully_shard on it with optional=True"
             )
 
 
-def digest(said: object) -> int:
+def digest(value: object) -> int:
     """A number that is the same for equal objects, and almost surely differs for others."""
-    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
 def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshes: Sequence[DeviceMesh]) -> None:
@@ -155,23 +155,23 @@ def check_model(units: Sequence[Unit], policy: SchedulePolicy, lane: Lane, meshe
     The ranks of each mesh compare what is sharded over that mesh: experts may differ between ranks of different meshes.
     """
     described = f"meshes {[tuple(mesh.shape) for mesh in meshes]}, {policy}"
-    told = _difference(units, lane, meshes[0], [described]) if meshes else None
-    if told is None:  # else the ranks may not even have the same meshes to go on with; all of the first know by now
-        found = [_difference(units, lane, mesh, []) for mesh in meshes[1:]]
-        told = next((difference for difference in found if difference is not None), None)
-    else:
-        meshes = meshes[:1]
-    if len(meshes) > 1 and Agreement(lane, meshes).differs(int(told is not None), "the comparison of models"):
-        told = told or "The difference is on ranks of another mesh; see their errors"
-    if told is not None:
-        raise RuntimeError(f"ranks differ in their models. {told}")
+    difference = _difference(units, lane, meshes[0], [described]) if meshes else None
+    if difference is None:  # otherwise the ranks may have no other mesh in common
+        differences = [_difference(units, lane, mesh, []) for mesh in meshes[1:]]
+        difference = next((each for each in differences if each is not None), None)
+        about = "the comparison of models"
+        if len(meshes) > 1 and Agreement(lane, meshes).differs(int(difference is not None), about):
+            difference = difference or "The difference is on ranks of another mesh; see their errors"
+    if difference is not None:
+        raise RuntimeError(f"ranks differ in their models. {difference}")
 
 
-def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Sequence[str]) -> str | None:
+def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, lines: Sequence[str]) -> str | None:
+    """How the ranks of a mesh differ in these lines, in what they shard over the mesh, or in its values."""
     agreement, about = Agreement(lane, [mesh]), "the comparison of models, before the first launch"
-    told = agreement.check([*said, *_described(units, mesh)], about)
-    if told is not None:
-        return f"The first difference: {told}"
+    difference = agreement.check([*lines, *_described(units, mesh)], about)
+    if difference is not None:
+        return f"The first difference: {difference}"
     groups = [(unit, group) for unit in units for group in unit.groups if group.mesh == mesh]
     names = [_full_name(unit, param) for unit, group in groups for param in group.params]
     warns = any(group.initial is not None and group.initial.warns for _, group in groups)
@@ -181,24 +181,24 @@ def _difference(units: Sequence[Unit], lane: Lane, mesh: DeviceMesh, said: Seque
         return None
     at, more = different[0], len(different) - 1
     ranks = agreement.odd_one(held[at].sum, about)
-    told = (
+    difference = (
         f"Parameter '{names[at]}' was sharded with other values on rank {ranks[1]} than on rank {ranks[0]}"
         + (f", and so were {more} more" if more else "")
         + ". Initialise all ranks alike (a seed, a checkpoint), or use the values of the first rank with "
         "fully_shard(..., values='first') or FLATSHARD_VALUES=first, or each rank's own shard with values='own'"
     )
     if warns:
-        warnings.warn(f"ranks differ in their models, and training mixes their values. {told}", stacklevel=2)
-    return None if warns else told
+        warnings.warn(f"ranks differ in their models, and training mixes their values. {difference}", stacklevel=2)
+    return None if warns else difference
 
 
 def _described(units: Sequence[Unit], mesh: DeviceMesh) -> list[str]:
-    """What is the same on all ranks of a mesh, in the order of registration."""
-    said: list[str] = []
+    """What must be the same on all ranks of a mesh, in the order of registration."""
+    lines: list[str] = []
     for unit in units:
         groups = [group for group in unit.groups if group.mesh == mesh]
         if unit.mesh == mesh or groups:
-            said.append(
+            lines.append(
                 f"unit '{unit.name}', {unit.policy}, reshard_after_forward={unit.reshard_after_forward}, "
                 f"optional={unit.is_optional}, rows={unit.rows is not None}"
             )
@@ -207,26 +207,26 @@ def _described(units: Sequence[Unit], mesh: DeviceMesh) -> list[str]:
             where = f"{rests.parameter} {rests.gradient} {rests.optimizer}, in one of {len(layout.segments)} segments"
             formats = str(group.formats)
             for param, slot, encoded in zip(group.params, layout.slots, group.formats.encoded):
-                said.append(
+                lines.append(
                     f"parameter '{_full_name(unit, param)}' of shape {tuple(slot.shape)}, {group.main.dtype}, "
                     f"computed in {group.codec.dtype}, requires_grad={param.sharded.requires_grad}, "
                     f"cut on dim {slot.dim} at {slot.offset}, {where}"
                     + (f", {'encoded' if encoded else 'not encoded'} by {formats}" if formats else "")
                 )
-    return said
+    return lines
 
 
 def _full_name(unit: Unit, param: ShardedParam) -> str:
     return f"{unit.name}.{param.name}" if unit.index else param.name
 
 
-def _held(group: ParamGroup) -> list[Held]:
+def _held(group: ParamGroup) -> list[Checksum]:
     """Per parameter. ``initial`` is given up: what is written from now on was not sharded."""
     initial, group.initial = group.initial, None
     if initial is None:  # on this rank; others may have had values
-        return [Held(0, False, True)] * len(group.params)
+        return [Checksum(0, False, True)] * len(group.params)
     device = initial.full[0].device
     sums = [*initial.full, *initial.parts, *initial.of_parts(group.main)]
     full, before, now = torch.stack([each.to(device) for each in sums]).view(3, -1)
     has_part = [group.main.local_view(index).numel() > 0 for index in range(len(group.params))]
-    return [Held(*each) for each in zip(spread(full).tolist(), has_part, (before != now).tolist())]
+    return [Checksum(*each) for each in zip(scrambled(full).tolist(), has_part, (before != now).tolist())]

@@ -22,9 +22,9 @@ class AutoFormats:
 
     def __init__(self) -> None:
         self._recording: _recording.Recording | None = None
-        self._stop: weakref.finalize[[], AutoFormats] | None = None  # the recording, unless it is one of the user's
-        self._first = 0  # of its waits, in the step that is measured
-        self._step = _WARMUP + 1  # that step
+        self._stop: weakref.finalize[[], AutoFormats] | None = None  # stops the recording, unless it is the user's
+        self._first = 0  # the first wait of the measured step
+        self._step = _WARMUP + 1  # the measured step
 
     def begin_forward(self, root: RootProtocol, step: int, grads: bool) -> bool:
         """A forward of this optimizer step starts. Returns whether the formats have been chosen."""
@@ -44,15 +44,15 @@ class AutoFormats:
         """Choose the formats by what has been measured. All ranks call it, between passes."""
         if self._recording is None:
             return False
-        for unit in root.units:  # does somebody read the weights as they are now?
+        for unit in root.units:  # not while the weights are in use
             if Lease.USER in unit.leases or Lease.GRAPH in unit.leases or any(group.is_held for group in unit.groups):
                 return False
         if self._stop is not None:
             self._stop()
         exposed = self._recording.gather_waits(self._first, root)
         mine = [int(1e9 * exposed.get(unit.name, 0.0)) for unit in root.units]
-        found = root.gathers.lane.most(root.meshes, mine, "the choice of gather formats")
-        for unit, nanoseconds in zip(root.units, found):
+        longest = root.gathers.lane.max_over_ranks(root.meshes, mine, "the choice of gather formats")
+        for unit, nanoseconds in zip(root.units, longest):
             if unit.policy.gather_format == "auto":
                 weights = sum(group.layout.payload for group in unit.groups if any(group.formats.encoded))
                 is_exposed = weights > 0 and 1e-9 * nanoseconds > _COST * weights

@@ -10,58 +10,58 @@ from flatshard.engine.gradients.reduction import OnFinal, Reduction
 
 
 class EarlySteps:
-    """Steps wait until the end of the backward, and run beside its last reduce: nothing else is left to compute then.
+    """Steps are put off until the end of the backward, where they overlap the last reduce.
 
     Gradients that wait for their step take no more memory than the caller allows. Steps that copy weights or state run
-    at once, on lanes of their own: those copies are best beside the backward.
+    at once, on separate lanes, so that the copies overlap the backward.
     """
 
     def __init__(self) -> None:
-        self.running: list[Ticket] = []  # the ends of steps that have been launched
-        self.waiting: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()  # complete gradients, with their bytes
+        self.running: list[Ticket] = []  # of steps that have been launched
+        self.waiting: deque[tuple[Gradients, int, Ticket, OnFinal]] = deque()  # complete gradients, and their bytes
 
     def add(self, reduction: Reduction, most: int) -> None:
-        """A reduce is over, and its gradients are complete. All that wait may take ``most`` bytes."""
+        """Step the complete gradients of a reduce. Gradients that wait may take ``most`` bytes."""
         assert reduction.on_final is not None
-        numbytes = reduction.of.main_grads.live_bytes
-        self.waiting.append((reduction.of, numbytes, reduction.ticket, reduction.on_final))
-        self.run(-1 if reduction.of.is_streamed else most)
+        numbytes = reduction.gradients.main_grads.live_bytes
+        self.waiting.append((reduction.gradients, numbytes, reduction.ticket, reduction.on_final))
+        self.run(-1 if reduction.gradients.is_streamed else most)
 
     def add_on_host(self, reduction: Reduction) -> None:
         """The same for gradients that belong in host memory: step or leave them on the device, or copy them."""
         assert reduction.reduced is not None
-        stepped = None if reduction.on_final is None else reduction.on_final([reduction.of], reduction.reduced)
+        stepped = None if reduction.on_final is None else reduction.on_final([reduction.gradients], reduction.reduced)
         if stepped is not None:
             self.running.append(stepped)
         elif reduction.reduced.stays:
-            reduction.of.main_grads.leave_on_device(reduction.reduced)
+            reduction.gradients.main_grads.leave_on_device(reduction.reduced)
         else:
             reduction.reduced.bring().wait()
 
     def run(self, most: int = -1) -> None:
-        """Call optimizers for what waits, the first one first, until that takes at most ``most`` bytes."""
+        """Step the gradients that wait, the oldest first, until they take at most ``most`` bytes."""
         taken: dict[OnFinal, list[Gradients]] = {}  # one call of an optimizer for all of its groups
         left = sum(numbytes for _, numbytes, *_ in self.waiting)
         while self.waiting and left > most:
             gradients, numbytes, ticket, on_final = self.waiting.popleft()
             left -= numbytes
-            ticket.wait()  # the backward may have been on another stream when it landed
+            ticket.wait()  # again: that may have been on another stream
             taken.setdefault(on_final, []).append(gradients)
         stepped = [on_final(complete, None) for on_final, complete in taken.items()]
         self.running += [ticket for ticket in stepped if ticket is not None]
 
     def run_before(self, gradients: Gradients) -> None:
-        """Run what waits if these gradients do: something is about to be added to them."""
+        """Run all steps if these gradients wait: the next reduce adds to them."""
         if any(waiting is gradients for waiting, *_ in self.waiting):
             self.run()
 
     def join(self) -> None:
-        """Run what waits, and order the current stream after all steps."""
+        """Run all steps, and order the current stream after them."""
         self.run()
         running, self.running = self.running, []
         for ticket in running:
             ticket.wait()
 
     def drop(self) -> None:
-        """Leave what waits to the optimizers."""
+        """Leave the gradients that wait to ``optimizer.step``."""
         self.waiting.clear()

@@ -19,7 +19,7 @@ from flatshard.policy import SchedulePolicy
 
 
 class Gathers:
-    """Units are numbers, in the order of registration, as in `Program`. The root owns this object."""
+    """The gather lane and pool of a root, and its prefetch. Units are numbers, as in `Program`."""
 
     def __init__(
         self, root: RootProtocol, units: Sequence[Unit], lane: Lane, policy: SchedulePolicy, announcer: Announcer
@@ -57,14 +57,17 @@ class Gathers:
         for lane in (self.lane,) if event is None else (self.lane, self.rows_lane):
             with lane.entered((lane.mark() if event is None else lane.ticket(event),)):
                 pass
-        if self.pool.refresh_lane is not self.lane:  # which may still read what is to be written
+        if self.pool.refresh_lane is not self.lane:  # gathers may still read the buffers that a refresh writes
             with self.lane.entered():
                 so_far = self.lane.mark()
             with self.pool.refresh_lane.entered((so_far,)):
                 pass
 
-    def launch(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit. No effect if it is already gathered."""
+    def launch(self, unit: Unit, is_prefetch: bool = False) -> None:
+        """Launch the all-gather of a unit. No effect if it is already gathered.
+
+        ``is_prefetch``: the running pass reaches the unit later.
+        """
         if self._program.announces and any(group.launches for group in unit.needs):
             self._announcer.announce("gather", unit)
         if torch.is_inference_mode_enabled() or self._program.is_profiled:
@@ -75,7 +78,9 @@ class Gathers:
         else:
             self._gather(unit)
         if unit.may_stay or unit.leases or self._program.running is not Pass.BACKWARD:
-            unit.note_state()
+            unit.record_main_state()
+        if is_prefetch:
+            unit.leases[Lease.PREFETCH] = True
 
     def _gather(self, unit: Unit) -> None:
         self._program.gathered.append(unit.index)
@@ -87,18 +92,13 @@ class Gathers:
             return
         absent = [group for group in unit.needs if group.ticket is None]
         try:
-            with CoalescedGather(self.lane):  # groups of several dtypes, frozen and trained ones: one launch
+            with CoalescedGather(self.lane):  # one launch for all groups
                 for group in absent:
                     group.gather(self.pool, unit.name, lasting)
         except BaseException:
             for group in absent:
-                group.give_up()
+                group.cancel()
             raise
-
-    def launch_early(self, unit: Unit) -> None:
-        """Launch the all-gather of a unit that the running pass reaches later."""
-        self.launch(unit)
-        unit.leases[Lease.PREFETCH] = True
 
     def prefetch_instead(self, unit: Unit) -> None:
         """Prefetch the next units in place of ``unit``, which has been released."""
@@ -106,7 +106,7 @@ class Gathers:
             self.prefetch(unit, self._policy.max_gathered - (unit.index in self._apart))
 
     def prefetch(self, unit: Unit, most: int) -> None:
-        """Prefetch the units that the user set, or those of the recorded order, until ``most`` of it are prefetched."""
+        """Prefetch the units that the user has set, or else the next units of the recorded order, up to ``most``."""
         if not self._policy.prefetch:
             return
         backward = self._program.running is Pass.BACKWARD
@@ -115,7 +115,7 @@ class Gathers:
             for module in (ref() for ref in explicit):
                 other = None if module is None else unit_of(module)
                 if other is not None and not other.is_gathered and other.rows is None:
-                    self.launch_early(other)
+                    self.launch(other, is_prefetch=True)
             return
         room, bytes_ahead = most, self._policy.max_gathered_bytes
         for index in self._program.upcoming:
@@ -135,7 +135,7 @@ class Gathers:
                 continue  # a recompute has used it, or it needs no gather: this backward does not need it
             if room <= 0 and self._bytes_with(unit, other) > bytes_ahead:
                 return
-            self.launch_early(other)
+            self.launch(other, is_prefetch=True)
             room -= index not in self._apart
         if backward and self._keeps_for_next:
             # Prefetch for the next micro-batch, which starts with units that this backward does not gather.
@@ -145,25 +145,23 @@ class Gathers:
                     self.launch(other)
 
     def _bytes_with(self, unit: Unit, other: Unit) -> int:
-        """The most memory of gathered weights if one more unit is prefetched; ``unit`` is used now, the others later.
+        """The peak memory of gathered weights if ``other`` is prefetched while ``unit`` is used.
 
-        Units that contain others, and units that are kept, stay gathered beside the next ones; of the rest, one at a
-        time.
+        Units that contain others, and units that are kept, stay decoded when the next unit is decoded.
         """
         ahead = [each for each in self.units if Lease.PREFETCH in each.leases]
         staying = one = 0
         for each in (unit, *ahead, other):
-            # Full weights that are not decoded yet.
-            opening = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
+            decoded = sum(g.gathered_bytes for g in each.groups if g.source.decodes and not g.is_full)
             if each.nests or each.stays:
-                staying += opening
+                staying += decoded
             else:
-                one = max(one, opening)
+                one = max(one, decoded)
         arriving = sum(group.arriving_bytes for group in other.groups)
         return self.pool.live_bytes + arriving + staying + one
 
     def release_prefetched(self) -> None:
-        """Release units that the pass, which ends, has not reached."""
+        """At the end of a pass: release the prefetched units that it has not reached."""
         for unit in self.units:
             if Lease.PREFETCH in unit.leases:
                 unit.release()
@@ -176,7 +174,7 @@ class Gathers:
         assert unit.rows is not None
         announce = functools.partial(self._announcer.announce, unit=unit) if self._program.announces else None
         found = unit.rows.look_up(tokens, self.rows_lane, unit.name, announce)
-        with self.lane.following():
+        with self.lane.after_current_stream():
             pass
         return found
 

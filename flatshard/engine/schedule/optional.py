@@ -24,9 +24,10 @@ class OptionalRoot(Root):
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         super().__init__(units, device, policy)
-        self._passed_over: set[int] = set()  # units that the running pass came to nothing of
-        self._lingering: tuple[int, bool] | None = None  # a unit after its forward, which may be run again
-        self._forward: int | None = None  # that the running backward belongs to
+        self._skipped: set[int] = set()  # units that the running pass has skipped
+        # A unit whose forward has ended, but may be called again; and whether that forward computes gradients.
+        self._to_reshard: tuple[int, bool] | None = None
+        self._forward: int | None = None  # the number of the forward that the running backward belongs to
         _check(units, self.reduce_lane.own_groups)
         for group in [group for unit in units for group in unit.groups]:
             group.gradients.takes_part = True
@@ -34,45 +35,45 @@ class OptionalRoot(Root):
 
     def begin_forward(self, entry: Unit) -> None:
         super().begin_forward(entry)
-        self._passed_over.clear()
+        self._skipped.clear()
 
     def begin_backward(self) -> None:
         before = self.backwards
         super().begin_backward()
         if self.backwards != before:
-            self._passed_over.clear()
+            self._skipped.clear()
             self._forward = None
 
     def end_forward(self, grads: bool) -> None:
-        self._end_lingering()
-        self._pass_over(self.program.upcoming)
+        self._reshard_pending()
+        self._skip(self.program.upcoming)
         super().end_forward(grads)
 
     def end_backward(self) -> None:
-        self._pass_over(self.program.upcoming, over=True)
+        self._skip(self.program.upcoming, over=True)
         super().end_backward()
 
     def recover(self) -> None:
         super().recover()
-        self._lingering = None
+        self._to_reshard = None
 
     def need(self, unit: Unit, gather: bool = True) -> None:
-        self._check_place(unit)
-        if self._lingering is not None and self._lingering[0] != unit.index:
-            self._end_lingering()
-        self._pass_over(self.program.before(unit.index))
+        self._check_order(unit)
+        if self._to_reshard is not None and self._to_reshard[0] != unit.index:
+            self._reshard_pending()
+        self._skip(self.program.before(unit.index))
         super().need(unit, gather)
 
     def unit_left(self, unit: Unit) -> None:
         if unit.nests:  # the backward has left the units inside it, too
             inside = [index for index in self.program.upcoming if self.program.is_inside(index, unit.index)]
-            self._pass_over(inside, over=True)
+            self._skip(inside, over=True)
         super().unit_left(unit)
 
-    def retain(self, unit: Unit) -> None:
+    def keep_recomputed(self, unit: Unit) -> None:
         """The last unit depends on what a rank uses, so all units of a recomputed segment stay."""
 
-    def goes_through(self, forward: int) -> None:
+    def check_forward(self, forward: int) -> None:
         """Raise if the running backward has reached another forward before.
 
         A rank that skips a unit in one of two forwards cannot know which of them an all-gather of the unit belongs to.
@@ -84,51 +85,50 @@ class OptionalRoot(Root):
             )
         self._forward = forward
 
-    def linger(self, unit: Unit, grads: bool) -> None:
-        """Its forward has ended, but may be called again before another unit's: other ranks gather it only once."""
-        self._lingering = unit.index, grads
+    def reshard_later(self, unit: Unit, grads: bool) -> None:
+        """Reshard a unit when another one is used: its forward may be called again, and other ranks gather it once."""
+        self._to_reshard = unit.index, grads
 
-    def _end_lingering(self) -> None:
-        """Another unit is used, or the forward is over."""
-        lingering, self._lingering = self._lingering, None
-        unit = None if lingering is None else self.unit_at(lingering[0])
-        if unit is not None and lingering is not None:
-            unit.leave(keep=False, grads=lingering[1])
+    def _reshard_pending(self) -> None:
+        pending, self._to_reshard = self._to_reshard, None
+        unit = None if pending is None else self.unit_at(pending[0])
+        if unit is not None and pending is not None:
+            unit.leave(keep=False, grads=pending[1])
 
-    def _check_place(self, unit: Unit) -> None:
+    def _check_order(self, unit: Unit) -> None:
         if not unit.is_optional or unit.is_gathered or unit.index in self.program.upcoming:
             return
-        if unit.index in self._passed_over or not self.program.is_first:
+        if unit.index in self._skipped or not self.program.is_first:
             raise RuntimeError(
                 f"optional unit '{unit.name}' is called after units that are registered after it: ranks that skip it "
                 "have gathered it before those. Call units in the order in which they are registered, and an optional "
                 "unit in one place only"
             )
 
-    def _pass_over(self, indices: Sequence[int], over: bool = False) -> None:
-        """The pass skips these units, unless it has used them. ``over``: the pass, or the unit around them, has ended.
+    def _skip(self, indices: Sequence[int], over: bool = False) -> None:
+        """Skip those of these units that the pass has not used. ``over``: the pass, or the unit around them, has ended.
 
         All-gathers and reduces of skipped units are launched in the order of a rank that uses them. So a rank that
         waits for a launch of another rank has itself launched everything that the other rank needs to get there.
         """
         program, backward = self.program, self.program.running is Pass.BACKWARD
-        within: list[Unit] = []  # units that have been passed over, as far as those inside them
+        around: list[Unit] = []  # skipped units whose nested units are being skipped
         for index in list(indices):
             unit = self.unit_at(index)
-            if unit is None or not unit.is_optional or index in self._passed_over:
+            if unit is None or not unit.is_optional or index in self._skipped:
                 continue
             if not over and backward and unit.is_ahead:
                 if not unit.is_gathered and unit.unshard_in_backward:
-                    self.gathers.launch_early(unit)
+                    self.gathers.launch(unit, is_prefetch=True)
                 continue
-            while within and not program.is_inside(index, within[-1].index):
-                within.pop().passed_over()
-            self._passed_over.add(index)
+            while around and not program.is_inside(index, around[-1].index):
+                around.pop().end_skipped()
+            self._skipped.add(index)
             # Other ranks may use it: launch the same all-gathers.
             self.arrive(unit, gather=unit.unshard_in_backward or not backward)
-            within.append(unit)
-        while within:
-            within.pop().passed_over()
+            around.append(unit)
+        while around:
+            around.pop().end_skipped()
 
 
 def _check(units: Sequence[Unit], own_groups: bool) -> None:

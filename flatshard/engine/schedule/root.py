@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -29,16 +30,16 @@ from flatshard.trust.record import PHASES, record
 
 
 class Root:
-    """Owned by its units, and refers to them weakly or by number, so it does not keep a model alive."""
+    """What the units of one model share. They own it; its references to them are weak, or numbers."""
 
     has_optional = False  # some of its units are: `OptionalRoot`
 
     def __init__(self, units: Sequence[Unit], device: torch.device, policy: SchedulePolicy) -> None:
         self.policy = policy
         self.device = device
-        self.is_last_backward = True  # of those whose reduces are waited for together
-        self.finalizes_by_hand = False  # the user ends backwards: `FSDPModule.finalize_backward`
-        self.finalizing: object | None = None  # such an end has begun; its handle has this object
+        self.is_last_backward = True  # `FSDPModule.set_is_last_backward`
+        self.finalizes_by_hand = False  # `FSDPModule.set_manual_backward_finalization`
+        self.finalizing: object | None = None  # of the handle of `finalize_backward`, until its wait
         self.program = Program([len(unit.groups) for unit in units], [unit.parent for unit in units])
         self.forwards = self.backwards = 0
         self._units = [weakref.ref(unit) for unit in units]
@@ -55,10 +56,11 @@ class Root:
         self.reduces = Reduces(self, units, Pool(Lane("reduce", device)), policy, self.announcer)
         self.entry: int | None = None  # the outermost unit whose forward is running
         self._recomputed: int | None = None  # the last unit that was recomputed and is not yet in its backward
-        # Ranks compare steps in check mode. The process may count more, if a rank also trains another model.
+        # The step of this model, which ranks compare in check mode; and the optimizer steps of all models so far.
         self._step, self._taken = 1, steps.taken()
         self.task = -1  # the autograd graph task of the running backward
-        self._end: weakref.ref[_End] | None = None  # what is to happen at the end of the running backward
+        # The callback at the end of the running backward. Autograd owns it: if it is freed uncalled, that has raised.
+        self._end: weakref.ref[Callable[[], None]] | None = None
         self._auto = AutoFormats() if any(unit.policy.gather_format == "auto" for unit in units) else None
         if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             warnings.warn(
@@ -105,12 +107,12 @@ class Root:
             unit.free()
         self.gathers.share(other.gathers)
         self.reduces.pool = other.reduces.pool
-        self.reduces.tell_lane()
+        self.reduces.share_axes()
 
     # Passes
 
     def begin_forward(self, entry: Unit) -> None:
-        """A forward starts at ``entry``. The state of an earlier pass is cleared: its weights may be out of date."""
+        """A forward starts at ``entry``. What an earlier pass has left is released, because main may have changed."""
         is_on_cuda = self.gather_lane.device.type == "cuda"
         if is_on_cuda and torch.cuda.is_current_stream_capturing() and not record.captures:
             raise RuntimeError(
@@ -120,7 +122,7 @@ class Root:
         if self.program.running is not None:
             self.recover()
         if self.reduces.steps.running:
-            self.reduces.land()
+            self.reduces.wait_for_all()
         self.count_step()
         if self._auto is not None and self._auto.begin_forward(self, self._step, torch.is_grad_enabled()):
             self._auto = None
@@ -130,7 +132,7 @@ class Root:
         self.forwards += 1
         if _ran is not None:
             _ran.add(self)
-        self.rest_gradients()
+        self.free_cleared_gradients()
         grads, copies = torch.is_grad_enabled(), list[HostCopy]()
         for unit in self.units:
             if unit.leases and unit.keeps():
@@ -142,9 +144,9 @@ class Root:
                     group.renew()
                 if group.source.host_copy is not None:
                     copies.append(group.source.host_copy)
-        if copies:  # main may change after a forward that no backward follows, while it is still read
+        if copies:  # main may be sent only if a backward follows: otherwise it may be written while it is read
             prepare_in_turns(copies, may_send_main=grads and entry.is_first)
-        # The gathers of this pass read main after all that has been enqueued so far, the optimizer's writes included.
+        # The gathers of this pass read main after all work that has been enqueued, the optimizer's writes included.
         self.gathers.refresh_order()
         kind = Pass.FORWARD if grads else Pass.FORWARD_NO_GRAD
         record.phase = _PHASE[kind]
@@ -156,31 +158,31 @@ class Root:
                 unit.swap_in()
 
     def count_step(self) -> None:
-        """Later launches belong to a new step, if an optimizer has stepped."""
+        """Begin a new step if an optimizer has stepped."""
         if self._taken != steps.taken():
             self._taken, self._step = steps.taken(), self._step + 1
         record.step = self._step
 
     def count_no_step(self) -> None:
-        """Do not count optimizer steps since the last count: they were captured."""
+        """Do not count optimizer steps since the last `count_step`: they were captured."""
         self._taken = steps.taken()
 
-    def rest_gradients(self, always: bool = False) -> None:
-        """Free the storage of gradients that `zero_grad` has set to None."""
+    def free_cleared_gradients(self, always: bool = False) -> None:
+        """Free the buffers of gradients that `zero_grad` has set to None."""
         always = always or not torch.is_grad_enabled()
         with _torch.PlainAttributes():
             for unit in self.units:
                 for group in unit.groups:
                     grads = group.gradients.main_grads
                     if always or grads.buffer is not None:
-                        grads.rest(always)
+                        grads.free_cleared(always)
 
     def end_forward(self, grads: bool) -> None:
         """The forward of ``entry`` has ended; ``grads``: its output may get a gradient."""
         self.entry = None
         for unit in self.units:
-            if unit.phase is not Phase.RESTING or unit.is_unseen:
-                unit.forward_over(grads)
+            if unit.phase is not Phase.RESTING or unit.may_recompute:
+                unit.end_forward(grads)
         self.gathers.release_prefetched()
         self._end_pass()
 
@@ -188,7 +190,7 @@ class Root:
         """A gradient has reached a unit. The first call of a backward starts its pass."""
         if self._end is not None and self._end() is not None:
             return
-        self.give_up_broken()  # and no forward has been since
+        self.recover_if_broken()
         self.backwards += 1
         self.task = _torch.graph_task()
         _refuse_backward_of_two(self)
@@ -196,8 +198,8 @@ class Root:
         record.phase = _PHASE[Pass.BACKWARD]
         self.program.is_profiled = _torch.profiling()
         self.program.begin(Pass.BACKWARD, free=self.reduces.is_alike)
-        end = _End(self)
-        self._end = weakref.ref(end, self.reduces.leave)
+        end = functools.partial(_end_backward, weakref.ref(self))
+        self._end = weakref.ref(end, self.reduces.join_later)
         _torch.at_end_of_backward(end)
 
     @property
@@ -208,17 +210,17 @@ class Root:
     def end_backward(self) -> None:
         """All gradients have been computed: reduce the remaining groups, wait for all reduces, and reset the units."""
         self._end = None
-        self.reduces.take_left(self.units)
+        self.reduces.reduce_remaining(self.units)
         for unit in reversed(self.units):
             if not unit.is_at_rest:
-                unit.backward_over()
+                unit.end_backward()
         self.gathers.release_prefetched()
         self._recomputed = None
         self.reduces.end_backward(joins=self.joins and any(unit.is_last for unit in self.units))
         self._end_pass()
 
     def reduce_accumulated(self) -> None:
-        """Reduce gradients that backwards without gradient synchronisation have left, as the end of a backward does.
+        """Reduce the gradients that backwards without gradient synchronization have left.
 
         Parameters that several roots share (the first and the last stage of a pipeline on one rank) are reduced when
         the last of these roots calls this.
@@ -226,7 +228,7 @@ class Root:
         self.program.begin(Pass.BACKWARD)
         self.reduces.is_one_of_several = True
         try:
-            Root.end_backward(self)  # which passes no unit over
+            Root.end_backward(self)  # `OptionalRoot` would skip units
         finally:
             self.reduces.is_one_of_several = False
         for unit in self.units:
@@ -235,15 +237,15 @@ class Root:
                 other = None if owner is None else root_of(owner)
                 if other is None or other is self:
                     continue
-                if group.gradients.waiting:  # the caller is going to scale the gradients of this root's parameters
+                if group.gradients.waiting:  # accumulate them now: the caller may scale the gradients of this root next
                     group.gradients.reduce(self.reduces.pool, Goal.UNREDUCED, unit.name)
-                if group.gradients.has_partial and not self.reduces.is_awaited_elsewhere(group):
+                if group.gradients.has_partial and not self.reduces.is_awaited_by_other_roots(group):
                     other.reduce_accumulated()
 
     def recover(self) -> None:
         """Drop the running pass, which an exception interrupted. Gradients of earlier micro-batches are kept."""
         broken = self.program.running is Pass.BACKWARD
-        self.reduces.leave_steps()
+        self.reduces.drop_steps()
         self.reduces.join()
         for unit in self.units:
             unit.recover(broken)
@@ -252,11 +254,11 @@ class Root:
 
     @property
     def is_broken(self) -> bool:
-        """Whether an exception has interrupted the last backward, and it has not been recovered from."""
+        """Whether an exception has interrupted the last backward, without a `recover` since."""
         return self._end is not None and self._end() is None
 
-    def give_up_broken(self) -> None:
-        """Recover if an exception has interrupted the last pass and it was not noticed."""
+    def recover_if_broken(self) -> None:
+        """`recover` if an exception has interrupted the last pass."""
         if self.is_broken or (self._end is None and self.entry is None and self.program.running is not None):
             self.recover()
 
@@ -288,7 +290,7 @@ class Root:
             unit.swap_in()
 
     def arrive(self, unit: Unit, gather: bool) -> None:
-        """The running pass has reached a unit: launch its all-gather, if it has one, and those of the next units."""
+        """The running pass has reached a unit: launch its all-gather, if ``gather``, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             for skipped in map(self.unit_at, self.program.need(unit.index, self._comes_later)):
                 if skipped is not None and Lease.PREFETCH in skipped.leases:
@@ -296,7 +298,7 @@ class Root:
         if Lease.PREFETCH in unit.leases:
             del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
-            self._recomputed = None  # in use again
+            self._recomputed = None  # its backward begins, or it is recomputed again
         in_forward = self.program.running is not Pass.BACKWARD
         if gather:
             if in_forward and unit.is_outdated:
@@ -305,7 +307,7 @@ class Root:
                 self.gathers.launch(unit)
         self.gathers.prefetch(unit, self.policy.max_gathered - 1)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
-            self.reduces.land()  # of the last micro-batch: its gradients must not add to the peak of activations
+            self.reduces.wait_for_all()  # gradients of the last micro-batch must not add to the peak of activations
 
     def _drop_outdated(self, unit: Unit) -> None:
         """The running forward has written main since this unit was gathered: a momentum encoder, a step within it."""
@@ -316,7 +318,7 @@ class Root:
                     group.renew()
         self.gathers.refresh_order()
 
-    def gather_apart(self, units: Sequence[Unit]) -> None:
+    def gather_outside_pass(self, units: Sequence[Unit]) -> None:
         """Launch the all-gathers of units outside of any pass. Their leases determine how long they stay gathered."""
         self.agree()
         for unit in units:
@@ -374,37 +376,37 @@ class Root:
         return self._auto is None
 
     def _check_rest(self, method: str) -> None:
-        self.give_up_broken()
+        self.recover_if_broken()
         if self.program.running is not None:
             raise RuntimeError(
                 f"{method} was called during a {self.program.running.value}; call it between passes or, if an "
                 "exception interrupted that pass, after reset() on the root module"
             )
 
-    def retain(self, unit: Unit) -> None:
-        """Keep a recomputed unit gathered for its backward, which usually is next; only the last such unit is kept."""
+    def keep_recomputed(self, unit: Unit) -> None:
+        """Keep a recomputed unit gathered, because its backward usually is next. Only the last such unit is kept."""
         earlier, self._recomputed = self._recomputed, unit.index
         other = None if earlier is None or earlier == unit.index else self.unit_at(earlier)
         if other is not None and not other.in_backward and Lease.USER not in other.leases:
             other.release()
 
     def unit_left(self, unit: Unit) -> None:
-        """The running backward has left a unit: the gradients of its groups are complete, if there are any."""
+        """The running backward has left a unit, so the gradients of its groups are complete."""
         self.program.left.add(unit.index)
         for number in unit.numbers:
             self.program.turns.mark(number)
-        self.reduces.take_due()
+        self.reduces.reduce_due()
 
     def group_complete(self, number: int) -> None:
         """All gradients of a group have arrived."""
         self.reduces.group_complete(number)
 
-    def linger(self, unit: Unit, grads: bool) -> None:
-        """The forward of a unit that is not kept has ended."""
+    def reshard_later(self, unit: Unit, grads: bool) -> None:
+        """Reshard an optional unit after its forward."""
         unit.leave(keep=False, grads=grads)
 
-    def goes_through(self, forward: int) -> None:
-        """The running backward has reached a call in this forward, given by number; it may go through several."""
+    def check_forward(self, forward: int) -> None:
+        """The running backward has reached a call of this forward, given by number."""
 
     # Agreement
 
@@ -485,15 +487,9 @@ def _refuse_backward_of_two(root: Root) -> None:
 _PHASE = {kind: PHASES.index(kind.value) for kind in Pass}
 
 
-class _End:
-    """Called by autograd at the end of a backward. Autograd owns it: if it is freed uncalled, the backward raised."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = weakref.ref(root)
-
-    @_torch.uncompiled
-    def __call__(self) -> None:
-        root = self._root()
-        if root is not None:
-            with _torch.Untransformed() if _torch.transforming() else nullcontext():
-                root.end_backward()
+@_torch.uncompiled
+def _end_backward(ref: weakref.ref[Root]) -> None:
+    root = ref()
+    if root is not None:
+        with _torch.Untransformed() if _torch.transforming() else nullcontext():
+            root.end_backward()

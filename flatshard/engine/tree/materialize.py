@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from flatshard import _arguments
-from flatshard.engine.groups.changes import Names, check_given, fill, given
+from flatshard.engine.groups.changes import Names, check_found, fill, held_by_modules
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.tree.build import owned_modules, units_below
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.parameters import owned_modules
 from flatshard.engine.units.unit import Unit, unit_of
 from flatshard.engine.weights.source import lasting_tensors
 
@@ -24,7 +25,7 @@ InitFn: TypeAlias = Callable[[nn.Module], object]
 def materialize(model: nn.Module, init_fn: InitFn | None = None, *, seed: int = 0) -> None:
     """Initialise all parameters and buffers of ``model`` that are on the meta device.
 
-    Unit by unit: the full tensors are made on the device of the mesh, initialised, cut, and freed, so the peak beyond
+    Unit by unit, full tensors are created on the device of the mesh, initialised, sharded and freed, so the peak beyond
     the shards is one unit. Every module that holds meta tensors is initialised by ``init_fn(module)``, or else by its
     ``reset_parameters`` or ``_reset_parameters``, or else by the model's ``_init_weights(module)`` (Hugging Face). The
     random state is set from ``seed`` and the module's name before each and restored afterwards: all ranks, and jobs of
@@ -97,10 +98,9 @@ def _materialize_unit(
     todo = []
     for group in unit.groups:
         name = Names(group, model)
-        found = given(group, name)
-        # Of a group that has all its values the next use takes care.
-        if any(parameter.is_meta for parameter in found):
-            check_given(group, found, name)
+        found = held_by_modules(group, name)
+        if any(parameter.is_meta for parameter in found):  # else the next use adopts the values
+            check_found(group, found, name)
             todo.append((group, found, name))
     for group, found, _ in todo:
         for param, known in zip(group.params, found):
@@ -110,7 +110,7 @@ def _materialize_unit(
             parameter.__dict__.update(param.sharded.__dict__)
             for site in param.sites:
                 site.put(parameter)
-    # What is tied to another unit's has got its values there; an initialiser may write here, to no effect.
+    # A parameter that is tied to another unit's has values there; an initialiser may write to this one, to no effect.
     for _, param, site in unit.borrowed:
         site.put(nn.Parameter(torch.empty(param.sharded.shape, dtype=param.sharded.dtype, device=unit.device)))
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -122,7 +122,7 @@ def _materialize_unit(
     for plain in unit.plain:
         plain.place(unit.device, unit.policy.param_dtype)
     for group, found, name in todo:
-        # What the initialiser left in the module counts, also where it replaced the parameter.
+        # The values that the initialiser has left in the modules, even if it has replaced parameters.
         fill(group, [_value(param, unit.device) for param in group.params], found, name)
 
 

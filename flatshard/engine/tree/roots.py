@@ -42,7 +42,7 @@ def find_root(unit: Unit, module: nn.Module) -> Root:
     units, policy = _placed(module), unit.schedule or SchedulePolicy()
     for found in units:
         found.free()
-    # In a forward's order. Of those that stay for the next micro-batch, backward gathers some only at its end.
+    # In the order of a forward. Backward gathers some units that stay for the next micro-batch only at its end.
     auto = [found for found in reversed(units) if found.intent.reshard_after_forward == "auto"]
     for_backward = _chosen([found for found in auto if found.unshard_in_backward], policy.keep_for_backward)
     for_next = _chosen([found for found in units if found.unshard_in_forward], policy.keep_for_next)
@@ -83,7 +83,7 @@ def _placed(module: nn.Module) -> list[Unit]:
 
 
 def gathered_bytes(unit: Unit) -> int:
-    """Device memory of the full weights of a unit, without what this rank holds between passes anyway."""
+    """Device memory of the full weights of a unit, beyond what this rank holds between passes."""
     return sum(group.gathered_bytes for group in unit.groups)
 
 

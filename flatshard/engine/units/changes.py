@@ -31,21 +31,21 @@ def absorb(unit: Unit, ours: bool = False) -> None:
     Modules of a list are converted or loaded one by one. ``ours``: keep the parameter objects.
     """
     for group in unit.groups:
-        changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=ours)
+        changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=ours)
     for plain in unit.plain:
         plain.guard()
 
 
 def absorb_moved(unit: Unit) -> None:
-    """The same before parameters are used, for changes to nested modules that the unit is not notified of."""
+    """`absorb` before the parameters are used: nothing notifies a unit of changes to modules below its own."""
     for group in list(unit.groups):
         if not group.is_full and group.snapshot.has_changed():
             if unit.is_written:
                 raise RuntimeError(f"unit '{unit.name}' is called within gathered(write=True); leave that first")
-            group.release()  # it may have been gathered ahead
-            if not unit.is_awaited:
+            group.release()  # it may have been prefetched
+            if not unit.awaits_backward:
                 _tie(unit, group)
-            changes.absorb(group, unit.is_awaited, root=_root(unit))
+            changes.absorb(group, unit.awaits_backward, root=_root(unit))
 
 
 def _tie(unit: Unit, group: ParamGroup) -> None:
@@ -96,16 +96,16 @@ def _params(unit: Unit) -> Iterator[ShardedParam]:
 def check_change(unit: Unit, change: Change) -> None:
     """Raise if this change of all parameters could not be adopted."""
     if unit.root is not None:
-        unit.root.give_up_broken()  # the graph of a backward that raised may still exist, but awaits nothing
+        unit.root.recover_if_broken()  # the graph of a backward that raised may exist, but awaits no backward
     for group in unit.groups:
-        changes.check_change(group, change, unit.is_awaited, _root(unit))
+        changes.check_change(group, change, unit.awaits_backward, _root(unit))
 
 
 @contextmanager
 def applying(unit: Unit) -> Iterator[None]:
     """Around `module._apply`."""
     unit.reshard()
-    absorb(unit)  # what was assigned before: it has gradients of its own
+    absorb(unit)  # parameters that were assigned before, with their gradients
     with ExitStack() as stack:
         for group in unit.groups:
             stack.enter_context(changes.applying(group))
@@ -115,13 +115,13 @@ def applying(unit: Unit) -> Iterator[None]:
 
 @contextmanager
 def written(unit: Unit) -> Iterator[None]:
-    """Within it, the modules hold whole copies of main weights. Writes to them are stored if the body does not raise.
+    """The modules hold whole copies of main weights. Writes to them are stored if the body does not raise.
 
     Entering is a collective call.
     """
     if unit.root is not None:
-        unit.root.give_up_broken()
-    if unit.phase is not Phase.RESTING or unit.is_awaited:
+        unit.root.recover_if_broken()
+    if unit.phase is not Phase.RESTING or unit.awaits_backward:
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
             "run the backward first, or run the forward under torch.no_grad()"
@@ -170,17 +170,17 @@ def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.in_backward or not (unit.is_awaited or Lease.USER in unit.leases):
+    if unit.in_backward or not (unit.awaits_backward or Lease.USER in unit.leases):
         unit.reshard()
         return
     for group in unit.needs:
-        group.swap(to_full=False)  # one rank may save alone: nothing is given back that others keep
+        group.swap(to_full=False)  # without a release: one rank may save alone
 
 
 def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     if Lease.USER in unit.leases and unit.is_gathered:
         unit.swap_in()
-    # A detached DTensor has the offset of its local part, which torch's asynchronous checkpoints stumble over.
+    # torch's asynchronous checkpoints fail for DTensors with a storage offset, which detached ones have.
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, DTensor) and value.storage_offset():
             state[name] = _torch.like_dtensor(value, _torch.local_of(value))
@@ -188,9 +188,9 @@ def _after_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], pref
 
 def _before_load_state_dict(unit: Unit, module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     if unit.root is not None:
-        unit.root.give_up_broken()  # whose backward may step weights on a thread
+        unit.root.recover_if_broken()  # a backward that raised may still step weights on a thread
     unit.reshard()
-    absorb(unit)  # what the user has put there before; what comes now is not the user's
+    absorb(unit)  # parameters of the user; those that are loaded next are not the user's
     _cut_whole(unit, module, state, prefix)
 
 
@@ -210,6 +210,6 @@ def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:
     absorb(unit, ours=True)
     for group, param, site in unit.borrowed:
         if site.look() is not param.sharded:
-            changes.absorb(group, unit.is_awaited, root=_root(unit), wait=True, ours=True)
+            changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=True)
     for group in unit.groups:
-        group.mark_stale()  # also within the micro-batches of a step
+        group.mark_stale()  # also between the micro-batches of a step

@@ -13,7 +13,7 @@ Modules = tuple[weakref.ref[nn.Module], ...]
 
 @dataclass(frozen=True)
 class Intent:
-    """The settings from `fully_shard` and the setters of `FSDPModule`. Setters replace it: `Unit.ask`."""
+    """The settings from `fully_shard` and the setters of `FSDPModule`. Setters replace it: `Unit.configure`."""
 
     reshard_after_forward: bool | Literal["auto"] | None = None  # None: unless it is the outermost unit of a forward
     reshard_after_backward: bool = True

@@ -19,13 +19,13 @@ class Lease(Enum):
 
     PASS = "a pass"  # is running through the unit, or has recomputed it for its backward
     USER = "gathered()"  # its block is running
-    PREFETCH = "prefetch"  # until the running pass reaches the unit, passes it over, or ends
+    PREFETCH = "prefetch"  # until the running pass reaches or skips the unit, or ends
     NEXT = "the next pass"  # uses them if main has not changed by then
     GRAPH = "a graph of gradients"  # of a backward with create_graph=True; its own backward reads the weights
 
 
 class FullWeights:
-    """The base of `Unit` for its groups' full weights.
+    """The part of `Unit` that gathers, shows and releases full weights.
 
     Invariant: a group is gathered as long as a unit that needs it has a lease, and modules hold full parameters as long
     as one of these units has a lease of a pass or of the user.
@@ -34,7 +34,7 @@ class FullWeights:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = list(groups)
         self.needs = list(groups)  # and groups of other units with parameters that are tied to its own
-        self.leases: dict[Lease, Any] = {}  # of `USER`, the number of blocks
+        self.leases: dict[Lease, Any] = {}  # the value of `USER` is the number of blocks
         self.is_first = True  # of the micro-batches of an optimizer step
         self.keeps_for_next = False  # gathered between the micro-batches of a step
 
@@ -48,30 +48,30 @@ class FullWeights:
     def keep(self) -> None:
         """Keep the gathered weights for the next pass, which uses them if main has not changed."""
         self.leases[Lease.NEXT] = True
-        self.note_state()
+        self.record_main_state()
 
-    def note_state(self) -> None:
-        """Record the state of main from which the weights were gathered: hooks may write main during a pass."""
+    def record_main_state(self) -> None:
+        """Record the state of main from which the weights are gathered: hooks may write main during a pass."""
         for group in self.needs:
-            if group.made_of is None:
-                group.made_of = group.state
+            if group.gathered_from is None:
+                group.gathered_from = group.state
 
     @property
     def is_outdated(self) -> bool:
         """Whether main has changed since weights were gathered that no pass uses yet."""
         for group in self.needs:
             waits = group.ticket is not None and not group.is_full and not group.is_held
-            if waits and group.made_of != group.state:
+            if waits and group.gathered_from != group.state:
                 return True
         return False
 
     def keeps(self) -> bool:
-        """Whether a forward that starts can use the gathered weights."""
+        """Whether the forward that starts can use the gathered weights: they have the values of main."""
         if Lease.NEXT not in self.leases and Lease.USER not in self.leases:
             return False
         if self.keeps_for_next and self.is_first and Lease.GRAPH not in self.leases:
             return False
-        if any(group.made_of != group.state for group in self.needs):
+        if any(group.gathered_from != group.state for group in self.needs):
             return False
         return not any(group.snapshot.has_changed() for group in self.groups if not group.is_full)
 
@@ -108,7 +108,7 @@ class FullWeights:
                 group.swap(to_full=False)
 
     def free(self) -> None:
-        """`release`, also memory that is kept while nothing is gathered: the unit gets another pool."""
+        """`release`, and free memory that is kept while nothing is gathered: the unit gets another pool."""
         self.release()
         for group in self.needs:
             group.free()

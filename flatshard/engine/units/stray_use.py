@@ -29,8 +29,8 @@ def explain(error: BaseException | None, by_rows: bool) -> None:
     ``by_rows``: the forward is that of a unit that is never gathered.
     """
     text = str(error)
-    told = _REMEDY in text or _BY_ROWS in text  # on its way through a unit inside
-    if isinstance(error, RuntimeError) and not told and any(refusal in text for refusal in _REFUSALS):
+    is_explained = _REMEDY in text or _BY_ROWS in text  # by a nested unit
+    if isinstance(error, RuntimeError) and not is_explained and any(refusal in text for refusal in _REFUSALS):
         error.args = (f"{text}\n{_BY_ROWS if by_rows else _REMEDY}",)
 
 

@@ -25,20 +25,29 @@ from flatshard.engine.rows import Rows
 from flatshard.engine.units.intent import Intent
 from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
-from flatshard.engine.watch.calls import Call, LeftBehind, Run, anchored, gradient_at_output, watch_transformed
+from flatshard.engine.watch.calls import (
+    Call,
+    ModuleForward,
+    StoredTensors,
+    anchored,
+    pre_backward_hook,
+    watch_transformed,
+)
 from flatshard.engine.watch.trees import cast_floating, to_device
 from flatshard.policy import MixedPrecisionPolicy, SchedulePolicy
 
 
 class Phase(Enum):
+    """A recompute does not change the phase: it happens on the way to `BACKWARD`, or within it.
+
+    Megatron-FSDP's `FsdpModule.Phase` has these names.
+    """
+
     __hash__ = object.__hash__  # Enum's own is a Python function, and this is called at every step
 
-    RESTING = "resting"  # no pass is running through it; `is_awaited`: existing graphs may still need a backward
+    RESTING = "resting"  # no pass is running through it; a graph may still need a backward: `awaits_backward`
     FORWARD = "forward"
     BACKWARD = "backward"  # a gradient has reached an output
-
-
-# A recompute is not a forward: it happens on the way to, or in, BACKWARD and does not change the phase by itself.
 
 
 _UNIT = "_flatshard_unit"
@@ -79,13 +88,13 @@ class RootProtocol(Protocol):
     def end_forward(self, grads: bool) -> None: ...
     def begin_backward(self) -> None: ...
     def need(self, unit: Unit, gather: bool = True) -> None: ...
-    def linger(self, unit: Unit, grads: bool) -> None: ...
-    def retain(self, unit: Unit) -> None: ...
-    def goes_through(self, forward: int) -> None: ...
+    def reshard_later(self, unit: Unit, grads: bool) -> None: ...
+    def keep_recomputed(self, unit: Unit) -> None: ...
+    def check_forward(self, forward: int) -> None: ...
     def unit_left(self, unit: Unit) -> None: ...
     def group_complete(self, number: int) -> None: ...
     def set_precision(self, units: Sequence[Unit], policy: MixedPrecisionPolicy) -> None: ...
-    def give_up_broken(self) -> None: ...
+    def recover_if_broken(self) -> None: ...
     @property
     def is_broken(self) -> bool: ...
     # fmt: on
@@ -117,11 +126,11 @@ class Unit(FullWeights):
         self.is_last = True  # of the micro-batches of an optimizer step
         # The backward of an embedding reads the tokens, not the weights, so it needs no all-gather. A module that
         # contains an embedding may also multiply by its weights.
-        self.tables = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
+        self.embeddings = frozenset(id(module) for module in modules if type(module) is nn.Embedding)
         self._find_root, self.schedule = find_root, schedule
-        self.choices: Any = None  # the arguments of the call, for copies
-        self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # makes those
-        self.number = next(_numbers)  # of the call in this process
+        self.choices: Any = None  # the arguments of `fully_shard`, for copies of the module
+        self.copier: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None  # implements `copy.deepcopy`
+        self.number = next(_numbers)  # the units of this process in the order of their `fully_shard` calls
         self.phase = Phase.RESTING
         self.root: RootProtocol | None = None
         self.call: Call | None = None  # the forward that is running
@@ -131,9 +140,9 @@ class Unit(FullWeights):
         self._modules = [weakref.ref(module) for module in modules]
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
-        self._calls: list[weakref.ref[Call]] = []  # that expect, or have had, their backward
-        self.is_unseen = False  # ran without gradients within a forward that has them: a recompute may follow
-        self._left_behind = LeftBehind()
+        self._calls: list[weakref.ref[Call]] = []  # of which a backward is expected, or has been
+        self.may_recompute = False  # ran without gradients within a forward that has them: a recompute may follow
+        self._stored_tensors = StoredTensors()
         for index, group in enumerate(self.groups):
             group.owner = self._me
             group.gradients.on_arrival = functools.partial(_gradient_arrives, self._me, index)
@@ -141,16 +150,16 @@ class Unit(FullWeights):
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
             module.register_forward_hook(self._after_exception, always_call=True)
-        # Its place under its root, set anew with every root.
-        self.name, self.index = type(modules[0]).__name__, 0  # the latter in the order of registration
-        self.numbers = range(0)  # of its groups in the program
+        # Its place under its root, set again with every root.
+        self.name, self.index = type(modules[0]).__name__, 0  # the index is in the order of registration
+        self.numbers = range(0)  # the numbers of its groups in the program
         self.parent: int | None = None  # the index of the unit around it
         self.nests = False  # it contains other units
         self.is_optional = False  # it, or a unit around it, is optional; never the root
         self.stays_for_backward = False  # only if `reshard_after_forward` is "auto"
         self.derive()
 
-    def ask(self, **changes: Any) -> None:
+    def configure(self, **changes: Any) -> None:
         """Replace these fields of the unit's `Intent`."""
         self.intent = replace(self.intent, **changes)
         self.derive()
@@ -158,13 +167,13 @@ class Unit(FullWeights):
     def derive(self) -> None:
         """Derive the values that every pass reads from the settings and the place."""
         intent = self.intent
-        asked = intent.reshard_after_forward
-        self.reshard_after_forward = not self.stays_for_backward if asked == "auto" else asked
-        # Whether full weights may stay from one pass to another without a lease of another kind.
+        reshard = intent.reshard_after_forward
+        self.reshard_after_forward = not self.stays_for_backward if reshard == "auto" else reshard
+        # Whether full weights may stay from one pass to the next.
         stays = self.reshard_after_forward is False or not intent.reshard_after_backward
         self.may_stay = stays or self.keeps_for_next
         self.unshard_in_forward = self.rows is None
-        reads = self.rows is None and (bool(self.borrowed) or len(self.tables) < len(self._ids))
+        reads = self.rows is None and (bool(self.borrowed) or len(self.embeddings) < len(self._ids))
         self.unshard_in_backward = reads if intent.unshard_in_backward is None else intent.unshard_in_backward
         # How far gradients are reduced.
         self.goal = Goal.UNREDUCED
@@ -172,7 +181,7 @@ class Unit(FullWeights):
             self.goal = Goal.FINAL if self.is_last and intent.all_reduces else Goal.REST
 
     def set_batch(self, is_first: bool, is_last: bool) -> None:
-        """Which of the micro-batches of an optimizer step the next passes are of."""
+        """The next passes are of the first, or the last, micro-batch of an optimizer step."""
         self.is_first, self.is_last = is_first, is_last
         self.derive()
 
@@ -192,26 +201,23 @@ class Unit(FullWeights):
         if group not in self.needs:
             group.borrowers.append(self._me)
             self.needs.append(group)
-        if site.look() is not param.sharded:  # else two units share the module itself
+        if site.look() is not param.sharded:  # otherwise two units share the module
             param.sites.append(site)
             site.put(param.sharded)
 
     @property
     def is_at_rest(self) -> bool:
         """Whether the running backward has finished this unit, or has not reached it."""
-        if self.phase is not Phase.RESTING or self.call is not None or self.is_unseen:
+        if self.phase is not Phase.RESTING or self.call is not None or self.may_recompute:
             return False
         for group in self.needs:
             if group.ticket is None:
-                return not self.is_awaited
+                return not self.awaits_backward
         return False
 
     @property
     def _is_anchored(self) -> bool:
-        """Whether a backward must reach and pass this unit even if this rank uses none of its parameters.
-
-        Other ranks may use them, and gather and reduce at those times.
-        """
+        """Whether backwards must go through this unit even if this rank uses none of its parameters, as others may."""
         if not self.intent.reduces_unused or self.is_optional:
             return False
         return any(group.gradients.expected for group in self.groups)
@@ -232,7 +238,7 @@ class Unit(FullWeights):
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transformed: bool = False
     ) -> Any:
-        """Prepare a forward and return its arguments. ``transformed``: torch.func transforms it, but not this call."""
+        """Prepare a forward and return its arguments. ``transformed``: torch.func transforms the forward."""
         if not transformed and _torch.transforming():
             with _torch.Untransformed():
                 self._pre_forward(module, (), {}, transformed=True)
@@ -242,7 +248,7 @@ class Unit(FullWeights):
         root = self._find_root(self, module) if self.root is None else self.root
         recompute = _torch.graph_task() != -1
         call, which = self.call, id(module)
-        if call is not None and call.inner is not None and which in call.running:  # `generate` runs its forward
+        if call is not None and call.inner is not None and which in call.running:  # within `call_as_forward`
             call.inner += 1
             return self._cast_inputs(args, kwargs)
         if recompute:
@@ -253,7 +259,7 @@ class Unit(FullWeights):
                 if self.device.type != "cpu":
                     args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
-        run = call.running[which] = Run(recompute, transformed)
+        run = call.running[which] = ModuleForward(recompute, transformed)
         call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
         if not recompute:
             if self.phase is Phase.BACKWARD:
@@ -267,8 +273,8 @@ class Unit(FullWeights):
             if not watched and self._is_anchored:
                 args, kwargs, watched = call.watch_inputs(run, *anchored((args, kwargs), once=True))
             if not watched:
-                call.blind += 1
-                call.reading += which not in self.tables
+                call.unwatched += 1
+                call.unwatched_readers += which not in self.embeddings
             if self.nests or not watched:  # then every parameter has a hook too
                 for group in self.groups:
                     group.watch()
@@ -291,7 +297,7 @@ class Unit(FullWeights):
         which = id(module)
         run = call.running[which]
         if run.is_transformed:
-            output, grads = watch_transformed(functools.partial(gradient_at_output, call, run), output)
+            output, grads = watch_transformed(functools.partial(pre_backward_hook, call, run), output)
             with _torch.Untransformed():
                 self._end(which, call, grads)
             return output
@@ -302,32 +308,32 @@ class Unit(FullWeights):
                 output = anchored(output)
                 grads = call.watch_outputs(run, output)
             grads = grads and call.watches
-        if grads and self._left_behind.places != []:
-            self._left_behind.watch(call, run, self.modules, self.nests)
+        if grads and self._stored_tensors.places != []:
+            self._stored_tensors.watch(call, run, self.modules, self.nests)
         self._end(which, call, grads)
         return output
 
     def _end(self, which: int, call: Call, grads: bool) -> None:
-        """The forward of a module, given by id, has ended; ``grads``: its output may get a gradient."""
+        """The forward of module ``which``, an id, has ended. ``grads``: its output may get a gradient."""
         root = self.root
         assert root is not None
         run = call.running.pop(which)
         call.left.discard(which)
         if grads:
-            self._await(call)
+            self._expect_backward(call)
         if call.left and root.entry == self.index and self.index:
-            call.left.clear()  # a module of a list, called alone: a loss by chunks, for example
+            call.left.clear()  # one module of a list is called alone, for example a head for a loss by chunks
         if call.left:
             return
         self.call = call.outer
         if not run.is_recompute:
             self._after_forward(root, grads)
         elif not self.in_backward:
-            root.retain(self)
+            root.keep_recomputed(self)
 
     @_torch.uncompiled
     def _after_exception(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called after every forward of a module; does something only if the forward raised."""
+        """Runs after every forward of a module, and cleans up if the forward raised."""
         call = self.call
         if call is None or id(module) not in call.running:
             return
@@ -335,11 +341,10 @@ class Unit(FullWeights):
             call.inner -= 1
             return
         explain(sys.exc_info()[1], self.rows is not None)
-        # A recompute that stops early raises too, but enters nothing.
-        call.running.pop(id(module))
+        call.running.pop(id(module))  # also if a recompute stops early
         root = self.root
         if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
-            root.entry = None  # the next forward starts a new pass, and clears the state of this one
+            root.entry = None  # so that the next forward starts a new pass
 
     def call_as_forward(self, module: nn.Module, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of one of the modules as its forward. Within a forward it is a plain call.
@@ -361,11 +366,11 @@ class Unit(FullWeights):
         outermost = root.entry == self.index
         keep = outermost if self.reshard_after_forward is None else not self.reshard_after_forward
         if not grads and not outermost and root.program.running is Pass.FORWARD:
-            grads = self.is_unseen = True  # reentrant checkpointing computes gradients in spite of no_grad
+            grads = self.may_recompute = True  # reentrant checkpointing computes gradients in spite of no_grad
         if not grads and self.reshard_after_forward is None:
-            keep = False  # no backward needs it, and writes through `.data` could not be detected
+            keep = False  # no backward needs the weights, and writes through `.data` could not be detected
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
-            root.linger(self, grads)
+            root.reshard_later(self, grads)
         else:
             self.leave(keep, grads)
         if outermost:
@@ -374,19 +379,19 @@ class Unit(FullWeights):
     def leave(self, keep: bool, grads: bool) -> None:
         """The forward has left this unit. ``keep``: keep it gathered; ``grads``: a backward may follow."""
         if Lease.USER in self.leases:
-            return  # one rank may run it alone; its leases must stay as on the other ranks
+            return  # a rank may run it alone, and its leases must stay equal to those of other ranks
         if keep:
             self.keep()
             if not grads:
-                self.hide()  # an optimizer that is built now needs the sharded parameters
+                self.hide()  # an optimizer may be built next, from the sharded parameters
             return
         for group in self.groups if grads else ():
-            if group.park_mesh is not None and group.ticket is not None:
-                group.source.park(group.park_mesh)
+            if group.post_forward_mesh is not None and group.ticket is not None:
+                group.source.keep_post_forward_shard(group.post_forward_mesh)
         self.release()
 
-    def passed_over(self) -> None:
-        """The units nested in this skipped unit have been skipped too: release it, and reduce it in a backward."""
+    def end_skipped(self) -> None:
+        """The running pass has skipped this unit and those nested in it: release it, and reduce it in a backward."""
         root = self.root
         assert root is not None
         for group in self.needs:
@@ -397,44 +402,53 @@ class Unit(FullWeights):
                 self.release()
             root.gathers.prefetch_instead(self)
             root.unit_left(self)
-            self.rest()
+            self.reset_after_backward()
         else:
             for group in self.groups:
-                group.heed_requires_grad()  # as on ranks that use it
+                group.update_requires_grad()  # as the forward does on ranks that use the unit
             self.leave(keep=self.reshard_after_forward is False, grads=root.program.running is Pass.FORWARD)
             self.hide()
 
-    def forward_over(self, grads: bool) -> None:
-        """The forward of the outermost unit has ended, and so has this one's, even if a module of it has not run.
+    def end_forward(self, grads: bool) -> None:
+        """The forward of the outermost unit has ended, and so has this unit's, even if a module of it has not run.
 
-        Without ``grads`` the forward has left no graph, so no recompute follows.
+        ``grads``: that forward has a graph, so a recompute may follow.
         """
         if self.phase is Phase.FORWARD:
             assert self.root is not None
             self.call = None
-            self._after_forward(self.root, self.is_awaited)
-        if self.is_unseen and not grads:
-            self.is_unseen = False
+            self._after_forward(self.root, self.awaits_backward)
+        if self.may_recompute and not grads:
+            self.may_recompute = False
             self.hide()
 
     # Backward
 
-    def _await(self, call: Call) -> None:
-        """A backward through this call may come."""
-        others = [ref for ref in self._calls if (known := ref()) is not None and known is not call and not known.passed]
-        self._calls = [*others, weakref.ref(call)]
+    def _expect_backward(self, call: Call) -> None:
+        """A backward of this call may follow."""
+        calls = [weakref.ref(call)]
+        for ref in self._calls:
+            other = ref()
+            if other is not None and other is not call and not other.passed:
+                calls.append(ref)
+        self._calls = calls
 
     def _has_graph(self) -> bool:
-        """Within a recompute: whether it belongs to the graph of an earlier forward, whose hooks are used then.
+        """Within a recompute: whether an earlier forward has the graph, and so the hooks, of its backward.
 
-        Otherwise checkpointing is reentrant, and creates a graph now. A unit that is used both ways counts as the first
-        kind: the end of its backward cannot be detected, so it is reduced at the end of the whole backward.
+        Otherwise checkpointing is reentrant, and the recompute creates a graph. If a unit is used both ways, the end of
+        its backward cannot be detected, so it is reduced at the end of the whole backward.
         """
-        return any(call and not call.in_recompute and not call.passed for call in (ref() for ref in self._calls))
+        return any(not call.in_recompute for call in self._awaited_calls)
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a backward of a forward is expected. A graph that has been freed has none."""
+    def _awaited_calls(self) -> list[Call]:
+        """The calls whose backward is expected. A call is freed with its graph."""
+        return [call for ref in self._calls if (call := ref()) is not None and not call.passed]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward of a forward is expected."""
         for ref in self._calls:
             call = ref()
             if call is not None and not call.passed:
@@ -443,8 +457,8 @@ class Unit(FullWeights):
 
     @property
     def is_ahead(self) -> bool:
-        """Within a backward: whether it will reach this unit, or reach it again."""
-        return self.is_unseen or self._has_calls_ahead()
+        """Within a backward: whether it has this unit, or another call of it, still ahead."""
+        return self.may_recompute or self._has_calls_ahead()
 
     def _has_calls_ahead(self) -> bool:
         for ref in self._calls:
@@ -455,24 +469,24 @@ class Unit(FullWeights):
                     return True
         return False
 
-    def gradient_at_output(self, call: Call) -> None:
-        """A gradient has reached an output: the weights are needed again."""
+    def pre_backward(self, call: Call) -> None:
+        """A gradient has reached an output of a call: gather the weights again."""
         root = self.root
         assert root is not None
         root.begin_backward()
         if call.backward != root.backwards:
             if root.has_optional and not call.in_recompute:
-                root.goes_through(call.forward)
+                root.check_forward(call.forward)
             call.backward = root.backwards
             if call.passed or not call.watches:
-                call.await_again()
-                self._await(call)
+                call.restart()
+                self._expect_backward(call)
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:
             self._refuse(Phase.BACKWARD)
         self.phase = Phase.BACKWARD
-        self.is_unseen = False
+        self.may_recompute = False
         if torch.is_grad_enabled():
             self._prepare_second_backward()
         if not (self.intent.reduces or self.intent.reshard_after_backward or root.joins or self.shows_full):
@@ -508,15 +522,14 @@ class Unit(FullWeights):
         for group in self.groups:
             group.watch()
 
-    def inputs_passed(self) -> None:
-        """The gradients of one forward's inputs are complete, and so are those of its weights."""
+    def post_backward(self) -> None:
+        """The gradients of a forward's inputs are complete, and so are those of its weights."""
         root = self.root
         assert root is not None
         if self._has_calls_ahead():
-            calls = [call for call in (ref() for ref in self._calls) if call is not None and not call.passed]
-            has_read = all(call.has_read for call in calls)
+            has_read = all(call.has_read for call in self._awaited_calls)
             if has_read and self.in_backward and self._reshards_now and self.is_gathered:
-                self.release()  # an embedding is to come
+                self.release()  # what is ahead is an embedding, whose backward does not read them
                 root.gathers.prefetch_instead(self)
             return
         if self.phase is Phase.BACKWARD:
@@ -526,25 +539,25 @@ class Unit(FullWeights):
                 self.release()
             root.gathers.prefetch_instead(self)
         root.unit_left(self)
-        self.rest()
+        self.reset_after_backward()
 
-    def backward_over(self) -> None:
-        """The whole backward has ended."""
+    def end_backward(self) -> None:
+        """The backward of the root has ended."""
         if _torch.in_backward():
-            for call in (ref() for ref in self._calls):
-                if call is not None and self.root is not None and call.is_ahead(self.root.backwards, False):
+            for call in self._awaited_calls:
+                if self.root is not None and call.is_ahead(self.root.backwards, False):
                     call.passed = True
-        self.rest()
+        self.reset_after_backward()
 
-    def rest(self) -> None:
-        """The backward has left this unit: release its weights and reset its state."""
+    def reset_after_backward(self) -> None:
+        """Release the weights, unless a setting or a lease keeps them, and reset the state of the pass."""
         if self.phase is Phase.FORWARD:
-            return  # a gradient was computed inside this unit's forward
+            return  # the backward was called within this unit's forward
         if Lease.GRAPH in self.leases:
             self.keep()
             self.hide()
         elif Lease.USER in self.leases:
-            if self.root is not None and self.root.program.has_launched:  # else one rank may run it alone
+            if self.root is not None and self.root.program.has_launched:  # otherwise a rank may run it alone
                 self.leases = {Lease.USER: self.leases[Lease.USER]}
         elif self.is_gathered:
             if self._reshards_now:
@@ -552,13 +565,13 @@ class Unit(FullWeights):
             else:
                 self.keep()
                 if self.intent.reshard_after_backward:
-                    self.hide()  # kept for the next micro-batch; in between, users see sharded parameters as usual
-        self.call = None  # a recompute that stopped early, or that ran only some modules of a list
+                    self.hide()  # the weights are kept for the next micro-batch, but users see sharded parameters
+        self.call = None  # there may be one of a recompute that stopped early, or ran only some modules of a list
         self.phase = Phase.RESTING
-        self.is_unseen = False
+        self.may_recompute = False
         for group in self.groups:
-            if group.park_mesh is not None:
-                group.source.unpark()
+            if group.post_forward_mesh is not None:
+                group.source.drop_post_forward_shard()
 
     @property
     def _reshards_now(self) -> bool:
@@ -579,12 +592,12 @@ class Unit(FullWeights):
         return self.reshard_after_forward is False or Lease.USER in self.leases
 
     def recover(self, broken_backward: bool) -> None:
-        """An exception interrupted a pass: release. Gradients of an interrupted backward are dropped."""
-        self.call, self.is_unseen = None, False
+        """Release the weights after an exception in a pass. Gradients of an interrupted backward are dropped."""
+        self.call, self.may_recompute = None, False
         root = self.root
         assert root is not None
-        for call in (ref() for ref in self._calls):
-            if call is not None and (broken_backward or call.forward == root.forwards):
+        for call in self._awaited_calls:
+            if broken_backward or call.forward == root.forwards:
                 call.passed = True
         if broken_backward:
             for group in self.groups:
@@ -598,20 +611,17 @@ class Unit(FullWeights):
             self.leases.pop(Lease.PREFETCH, None)
 
     def reset(self) -> None:
-        """Reset the unit in any state; gradients that have not been reduced are dropped."""
+        """Reset the unit in any state, and drop gradients that have not been reduced."""
         self._calls = []
         for group in self.groups:
             group.gradients.drop()
             group.gradients.drop_partial()
         self.phase = Phase.RESTING
-        self.rest()
+        self.reset_after_backward()
         self.release(always=True)
 
     def reshard(self) -> None:
-        """Put the sharded parameters back, even if a later pass needs the full ones: it gathers them again.
-
-        A running backward of this unit would not gather them again, so this raises.
-        """
+        """Put the sharded parameters back. Later passes gather again; a running backward would not, so this raises."""
         if self.in_backward and _torch.in_backward():
             raise RuntimeError(
                 f"unit '{self.name}' is in its backward, which reads its weights; call reshard, state_dict or save "
@@ -626,15 +636,15 @@ class Unit(FullWeights):
 
 
 def _gradient_arrives(unit: weakref.ref[Unit], index: int, is_complete: bool) -> None:
-    """A gradient of a group has arrived. If its parameter was used outside of any forward, only this shows a backward.
+    """The first gradient of a group has arrived or, if ``is_complete``, the last one.
 
-    ``is_complete``: all have. The weights may be read until the gradients of the inputs are complete.
+    It starts the backward pass if the parameter was used outside of any forward.
     """
-    found = unit()
-    if found is not None and found.root is not None:
-        found.root.begin_backward()
+    known = unit()
+    if known is not None and known.root is not None:
+        known.root.begin_backward()
         if is_complete:
-            found.root.group_complete(found.numbers[index])
+            known.root.group_complete(known.numbers[index])
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -643,7 +653,7 @@ def unit_of(module: nn.Module) -> Unit | None:
     return found
 
 
-def own(module: nn.Module, unit: Unit) -> None:
+def set_unit(module: nn.Module, unit: Unit) -> None:
     """Register a unit for `unit_of`."""
     module.__dict__[_UNIT] = unit
 

@@ -1,4 +1,4 @@
-"""Calls: hooks on the tensors of a unit's forwards notify the unit of the progress of a backward."""
+"""Calls: hooks on the inputs and outputs of a unit's forwards notify the unit of the progress of a backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_with_g
 
 
 class Watcher(Protocol):
-    """What a call notifies of the progress of a backward: a unit."""
+    """The members of `Unit` that its calls use."""
 
-    def gradient_at_output(self, call: Call) -> None:
+    def pre_backward(self, call: Call) -> None:
         """A gradient has reached an output of a call."""
 
-    def inputs_passed(self) -> None:
+    def post_backward(self) -> None:
         """The gradients of one call's inputs are complete."""
 
 
@@ -42,54 +42,64 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_nodes", "_over", "backward", "forward"),
-        *("blind", "in_recompute", "inner", "left", "outer", "passed", "reading", "running", "unit", "watches"),
+        *("__weakref__", "_all", "_watched", "backward", "forward"),
+        *(
+            "unwatched",
+            "in_recompute",
+            "inner",
+            "left",
+            "outer",
+            "passed",
+            "unwatched_readers",
+            "running",
+            "unit",
+            "watches",
+        ),
     )
 
     def __init__(
         self, unit: Owner, modules: frozenset[int], forward: int, before: Call | None, recompute: bool
     ) -> None:
-        """``modules``: of the unit, by id. ``before``: the call that started last."""
+        """``modules``: the ids of the unit's modules. ``before``: the last call of the unit."""
         self.unit = unit
-        self.forward = forward  # of the root, by number
+        self.forward = forward  # the number of the root's forward
         self.outer = before if before is not None and before.running else None  # the call around this one
-        self.left = set(modules)  # modules that have not ended
+        self.left = set(modules)  # modules whose forward has not ended
         self._all = modules
-        self.running: dict[int, Run] = {}  # of modules that have begun and not ended, by id
-        self.inner: int | None = None  # for a method that runs as a forward: nested forwards of its module
-        self.in_recompute = recompute  # it was made within a backward
+        self.running: dict[int, ModuleForward] = {}  # modules whose forward is running, by id
+        self.inner: int | None = None  # in `call_as_forward`: the depth of forwards within the method
+        self.in_recompute = recompute  # it was created within a backward
         self.watches = True  # a backward will go through its graph
         self.backward = 0  # the number of the last backward that has reached an output
-        # For each module with inputs that need gradients: the graph node where these are complete.
-        self._nodes: list[weakref.ref[Run]] = []
-        self._over: set[int] = set()  # those that a backward has passed
-        self.blind = 0  # modules without such inputs: the end of their backward cannot be detected
-        self.reading = 0  # of these, modules whose backward reads weights (not embeddings)
-        self.passed = False  # a backward has gone through all of it, or never will
+        # The runs whose inputs need gradients, and whether a backward has completed those.
+        self._watched: dict[weakref.ref[ModuleForward], bool] = {}
+        self.unwatched = 0  # runs without such inputs: the end of their backward cannot be detected
+        self.unwatched_readers = 0  # those of them whose backward reads weights: all but embeddings
+        self.passed = False  # its backward has ended, or will never come
 
     def goes_on_with(self, module: nn.Module) -> bool:
-        """Whether a forward of a module of the unit that starts now is part of this call."""
+        """Whether a forward of one of the unit's modules that starts now is part of this call."""
         if self.left != self._all:
             return True  # some modules of a list have run, others have not
         return bool(self.running) and id(module) not in self.running
 
-    def await_again(self) -> None:
+    def restart(self) -> None:
         """Another backward runs through the retained graph."""
         self.passed = False
-        self._over.clear()
+        self._watched = dict.fromkeys(self._watched, False)
 
-    def pass_inputs(self, number: int) -> None:
+    def input_gradients_complete(self, run: weakref.ref[ModuleForward]) -> None:
         """The gradients of a module's inputs are complete."""
-        self._over.add(number)
-        self.passed = len(self._over) == len(self._nodes) and not self.blind
+        self._watched[run] = True
+        self.passed = not self.unwatched and False not in self._watched.values()
 
     @property
     def has_read(self) -> bool:
         """Whether the backward has read all weights that it needs."""
-        return len(self._over) == len(self._nodes) and not self.reading
+        return not self.unwatched_readers and False not in self._watched.values()
 
     def is_ahead(self, backward: int, nested: bool) -> bool:
-        """Within a backward, given by number: whether it will go through this call, as far as can be known.
+        """Whether the running backward, number ``backward``, will go through this call, as far as can be known.
 
         ``nested``: reentrant checkpointing runs through a separate graph now, which hides the outer one.
         """
@@ -97,53 +107,52 @@ class Call:
             return False
         if nested or self.backward == backward:
             return True
-        for number, ref in enumerate(self._nodes):
-            run = ref()
-            if run is not None and number not in self._over and _torch.will_be_executed(run.node):
+        for ref, is_over in self._watched.items():
+            run = None if is_over else ref()
+            if run is not None and _torch.will_be_executed(run.node):
                 return True
-        return not self._nodes
+        return not self._watched
 
-    def watch_inputs(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-        """Arguments for a module, hooked so that `Unit.inputs_passed` runs; and whether any needs a gradient."""
-        wanted = tensors_with_grad((args, kwargs) if kwargs else args)
+    def watch_inputs(self, run: ModuleForward, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+        """Arguments for a module, hooked so that `Unit.post_backward` runs; and whether any needs a gradient."""
+        inputs = args if args[1:] or not args else args[0]
+        wanted = tensors_with_grad((inputs, kwargs) if kwargs else inputs)
         if not wanted:
             return args, kwargs, False
-        who = self.unit, weakref.ref(self), len(self._nodes)
+        which = weakref.ref(run)
+        who = self.unit, weakref.ref(self), which
         first = wanted[0]
         if not wanted[1:] and type(first) is torch.Tensor and first.layout is torch.strided:
-            # A view has a separate gradient: other code may use the tensor too. Several times cheaper than a function.
+            # The hook is on a view, because other code may use the tensor too. A function costs several times more.
             passed = (first.view_as(first),)
-            _torch.hook_first(passed[0], functools.partial(_inputs_passed, *who))
-            run.node = passed[0].grad_fn
-            self._nodes.append(weakref.ref(run))
-            if args and args[0] is first and not args[1:]:
-                return passed, kwargs, True
+            _torch.hook_first(passed[0], functools.partial(_post_backward_hook, *who))
         else:
             wanted = list({id(t): t for t in wanted}.values())
-            passed = _InputsPassed.apply(who, *wanted)  # type: ignore[no-untyped-call]
-            run.node = passed[0].grad_fn
-            self._nodes.append(weakref.ref(run))
+            passed = _PostBackward.apply(who, *wanted)  # type: ignore[no-untyped-call]
+        run.node, self._watched[which] = passed[0].grad_fn, False
+        if args and args[0] is first and not args[1:] and not wanted[1:]:
+            return passed, kwargs, True
         instead = {id(tensor): view for tensor, view in zip(wanted, passed)}
         args, kwargs = (map_tensors(lambda t: instead.get(id(t), t), given) for given in (args, kwargs))
         return args, kwargs, True
 
-    def watch_outputs(self, run: Run, output: Any) -> bool:
-        """Call `Unit.gradient_at_output` when a gradient reaches the output. Returns whether this can happen.
+    def watch_outputs(self, run: ModuleForward, output: Any) -> bool:
+        """Call `Unit.pre_backward` when a gradient reaches the output. Returns whether this can happen.
 
-        An output may be that of a nested unit, or the input itself if a rank uses none of the unit. On all ranks, the
-        backward must reach the output of this unit first, and nested units after it.
+        The hook comes before other hooks of the tensor, which may also be an output of a nested unit, or an input: on
+        all ranks, the backward must reach this unit first.
         """
-        hook = functools.partial(gradient_at_output, self, run)
+        hook = functools.partial(pre_backward_hook, self, run)
         wanted = tensors_with_grad(output)
         if not wanted and not isinstance(output, torch.Tensor):
-            # In an object, a distribution for example. Beside other outputs it may be a cache, of all units before.
+            # The output is an object, for example a distribution. One beside other outputs may be a cache of all units.
             wanted = [tensor for tensor in tensors_in(output, of_objects=True) if tensor.requires_grad]
         for tensor in wanted:
             _torch.hook_first(tensor, hook)
         return bool(wanted)
 
 
-class Run:
+class ModuleForward:
     """The forward of one module, within a call."""
 
     __slots__ = ("__weakref__", "is_recompute", "is_transformed", "node")
@@ -153,16 +162,16 @@ class Run:
         self.node: Any = None  # the graph node where the gradients of its inputs are complete, if watched
 
 
-class LeftBehind:
+class StoredTensors:
     """Tensors that forwards store on the modules of a unit, such as an auxiliary loss: hooked like outputs.
 
-    A forward that stores such tensors always does, so only the first one is searched.
+    Only the modules after the first forward are searched.
     """
 
     def __init__(self) -> None:
-        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: no forward has been
+        self.places: list[tuple[weakref.ref[nn.Module], str]] | None = None  # None: before the first forward
 
-    def watch(self, call: Call, run: Run, modules: Sequence[nn.Module], nests: bool) -> None:
+    def watch(self, call: Call, run: ModuleForward, modules: Sequence[nn.Module], nests: bool) -> None:
         """Called after a forward of one of ``modules``.
 
         ``nests``: there are nested units, which hook the tensors below themselves.
@@ -175,16 +184,15 @@ class LeftBehind:
                     if looked_at and any(tensor.grad_fn is not None for tensor in tensors_in(value)):
                         self.places.append((weakref.ref(below), name))
         for ref, name in self.places:
-            found = ref()
-            if found is not None:
-                left = [t for t in tensors_in(found.__dict__.get(name)) if t.grad_fn is not None]
-                call.watch_outputs(run, left)
+            module = ref()
+            if module is not None:
+                call.watch_outputs(run, [t for t in tensors_in(module.__dict__.get(name)) if t.grad_fn is not None])
 
 
 def anchored(output: Any, once: bool = False) -> Any:
-    """An output with the same values that a backward reaches although nothing in it needs a gradient.
+    """The same values, on a graph, so that a backward goes through them although nothing in them needs a gradient.
 
-    ``once``: change one tensor only; the others (masks, for example) stay as they are.
+    ``once``: only the first floating-point tensor; the others (masks, for example) stay as they are.
     """
     anchor = torch.empty(0, requires_grad=True)
     found = [id(tensor) for tensor in tensors_in(output) if tensor.is_floating_point()]
@@ -202,7 +210,7 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-class _InputsPassed(torch.autograd.Function):
+class _PostBackward(torch.autograd.Function):
     """Identity; its backward runs when the gradients of its inputs are complete."""
 
     @staticmethod
@@ -213,31 +221,33 @@ class _InputsPassed(torch.autograd.Function):
     @staticmethod
     @_torch.uncompiled
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _inputs_passed(*ctx.who)
+        _post_backward_hook(*ctx.who)
         return (None, *grads)
 
 
 @_torch.uncompiled
-def _inputs_passed(unit: Owner, call: weakref.ref[Call], number: int, grad: torch.Tensor | None = None) -> None:
-    found, of = unit(), call()
-    if found is None:
+def _post_backward_hook(
+    unit: Owner, call: weakref.ref[Call], run: weakref.ref[ModuleForward], grad: torch.Tensor | None = None
+) -> None:
+    watcher, known = unit(), call()
+    if watcher is None:
         refuse_orphan()
-    elif of is not None:
-        of.pass_inputs(number)
-        found.inputs_passed()
+    elif known is not None:
+        known.input_gradients_complete(run)
+        watcher.post_backward()
 
 
 @_torch.uncompiled
-def gradient_at_output(call: Call, run: Run, grad: torch.Tensor | None = None) -> None:
-    """A hook on an output, which owns the call and the ``run`` of its module."""
-    found = call.unit()
-    if found is None:
+def pre_backward_hook(call: Call, run: ModuleForward, grad: torch.Tensor | None = None) -> None:
+    """The hook on an output, which owns the call and the run of its module."""
+    unit = call.unit()
+    if unit is None:
         return
     if not _torch.transforming():
-        found.gradient_at_output(call)
+        unit.pre_backward(call)
         return
     with _torch.Untransformed():
-        found.gradient_at_output(call)
+        unit.pre_backward(call)
 
 
 class _OutputReached(torch.autograd.Function):

@@ -42,7 +42,7 @@ def _items(value: Any, of_objects: bool) -> list[Any]:
         return list(value)
     if isinstance(value, (type, nn.Module)):
         return []
-    if isinstance(value, (dict, Mapping)):  # dict first: an abstract class is slow to ask
+    if isinstance(value, (dict, Mapping)):  # dict first: checks of an abstract class are slow
         return [*value.values(), *(vars(value).values() if of_objects and hasattr(value, "__dict__") else ())]
     if dataclasses.is_dataclass(value):  # which may have slots
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
@@ -64,7 +64,7 @@ def tensors_with_grad(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor changed. What contains no changed tensor is returned as it is, not copied."""
+    """``value`` with every tensor changed. Containers without a changed tensor are not copied."""
     if type(value) in _PLAIN or (type(value) is dict and not value):
         return value
     if isinstance(value, torch.Tensor):

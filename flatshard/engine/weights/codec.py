@@ -1,25 +1,18 @@
-"""How a rank's shard of main weights is encoded for an all-gather, and gathered data become full weights.
+"""How a rank's shard of main weights is encoded for an all-gather, and how gathered data are decoded.
 
-There are three codecs. With a `Cast`, full weights are views of the gathered buffer: each shard is written to its place
-in it, and nothing is decoded. `Blocks` gathers a buffer of bytes, which is decoded into the buffer of full weights. An
-`Extension` is a tensor subclass, which returns the tensors to be gathered.
+With a `Cast`, full weights are views of the gathered buffer: each shard is written to its place in it, and nothing is
+decoded. `Blocks` gathers a buffer of bytes, which is decoded into the buffer of full weights. Tensor subclasses have
+their own codecs: extensions.py.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard import _torch
 from flatshard.buffer import DBuffer
-from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.weights.formats import Formats
-from flatshard.layout import Layout
-from flatshard.policy import MixedPrecisionPolicy, Placements
 
 
 class Cast:
@@ -27,7 +20,7 @@ class Cast:
 
     def __init__(self, main: torch.dtype, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.sends_main = main == dtype  # main's own bytes travel: nothing needs to be encoded
+        self.sends_main = main == dtype  # main is sent without a cast
 
     def encode(self, main: Sequence[torch.Tensor], wire: Sequence[torch.Tensor]) -> None:
         """Write each run of ``main`` into the corresponding run of ``wire``."""
@@ -35,15 +28,15 @@ class Cast:
 
 
 class Blocks:
-    """Some tensors are sent as one byte per element and a scale per block, the others are cast as by a `Cast`.
+    """Some tensors are sent as one byte per element and a scale per block; the others are cast as by a `Cast`.
 
-    What is sent is a buffer of bytes, in as many pieces as main. One buffer holds all tensors of a group.
+    All tensors of a group are sent in one buffer of bytes, with as many pieces as main.
     """
 
     def __init__(self, formats: Formats, dtype: torch.dtype) -> None:
         self.dtype, self.formats = dtype, formats
         self._coder = formats.gather_coder(dtype)
-        self.layout = self._coder.wire.bytes  # of what travels
+        self.layout = self._coder.wire.bytes  # of the buffer of bytes
 
     def encode(self, main: DBuffer, wire: DBuffer) -> None:
         """Write this rank's shard of main to its place in a buffer of bytes."""
@@ -53,174 +46,3 @@ class Blocks:
     def decode(self, wire: DBuffer, full: DBuffer) -> None:
         """Decode all pieces into a buffer of full weights."""
         self._coder.decode(wire.runs()[0].view(1, -1), full.held, full.local)
-
-
-class Extension:
-    """One parameter of a tensor subclass, which encodes and decodes itself by PyTorch's protocol:
-
-    ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or with ``mesh`` alone, returns the
-    tensors to be gathered from this rank's shard, any number of them, and metadata. ``fsdp_post_all_gather(gathered,
-    metadata, param_dtype, *, out=None)`` returns the full parameter, and tensors whose memory can be freed while the
-    parameter is not used; or, given ``out``, which it returned before, fills it.
-
-    The sharded parameter holds this rank's shard as the subclass; it is not in a main buffer.
-
-    With ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> True`` (of torch 2.15) the full parameter
-    shares no memory with what was gathered, which is freed at once.
-    """
-
-    def __init__(
-        self,
-        param: ShardedParam,
-        index: int,
-        layout: Layout,
-        mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        """``index``: of the parameter in the layout."""
-        self.dtype = dtype
-        self._member, self._mesh, self._policy, self._device = param, mesh, policy, device
-        self._shape = torch.Size(layout.slots[index].shape)
-        rows = -(-self._shape[0] // layout.num_shards)
-        self._padded = torch.Size((rows, *self._shape[1:]))  # the shape of a part, the same on all ranks
-        self._sizes: list[torch.Size] = []  # of what this rank gives to be gathered
-        self._remembered: Any = None
-        self.made: torch.Tensor | None = None  # the full parameter
-        self._owned: list[torch.Tensor] = []  # its memory
-
-    @property
-    def _local(self) -> torch.Tensor:
-        return _torch.local_of(self._member.sharded)
-
-    def _on_device(self) -> torch.Tensor:
-        return self._local if self._local.device == self._device else self._local.to(self._device, non_blocking=True)
-
-    @property
-    def copies(self) -> bool:
-        """Whether the full parameter shares no memory with what was gathered."""
-        asked = getattr(self._local, "fsdp_should_release_all_gather_outputs_after_post_all_gather", None)
-        return asked is not None and asked()
-
-    def encode(self) -> list[torch.Tensor]:
-        """What this rank sends, inside the lane: plain tensors, of the same sizes on all ranks."""
-        local = self._on_device()
-        stride, module = torch.empty(self._shape, device="meta").stride(), self._member.sites[0].module()
-        mesh, names = self._mesh, self._mesh.mesh_dim_names
-        if mesh.ndim > 1:
-            if names is None:
-                raise ValueError(f"parameter '{self._member.name}' is a tensor subclass: its mesh needs mesh_dim_names")
-            mesh = mesh[names[-1]]
-        context = (mesh, self._shape, stride, module, self._policy)
-        before = self._methods(local)[0]
-        count = len(inspect.signature(before).parameters)
-        if count not in (1, len(context)):
-            raise TypeError(
-                f"fsdp_pre_all_gather of parameter '{self._member.name}' takes {count} arguments; it must take 1 "
-                "(mesh) or 5 (mesh, outer_size, outer_stride, module, mp_policy)"
-            )
-        given, self._remembered = before(*context[:count])
-        given = [given] if isinstance(given, torch.Tensor) else list(given)
-        if local.shape != self._padded:
-            given = [self._filled_up(as_plain(each)) if each.shape == local.shape else each for each in given]
-        self._sizes = [each.size() for each in given]
-        if local.shape != self._padded and any(size != self._padded for size in self._sizes):
-            raise ValueError(
-                f"parameter '{self._member.name}' has shards of unequal size: fsdp_pre_all_gather must pad its tensors "
-                f"to {tuple(self._padded)} on every rank; it returned {[tuple(size) for size in self._sizes]}"
-            )
-        return [as_plain(each) for each in given]
-
-    def _filled_up(self, part: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank, and as many of no meaning as others have more."""
-        padded = part.new_zeros(self._padded[0], *part.shape[1:])
-        padded[: part.shape[0]].copy_(part)
-        return padded
-
-    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Decode what all ranks sent, each tensor of `encode` flat, into `made`: the same tensor in every call."""
-        parts = [flat.view(-1, *size[1:]) for flat, size in zip(gathered, self._sizes)]
-        # What was padded for the gather comes back without: the parameter could not be filled from it otherwise.
-        parts = [part[: self._shape[0]] if size == self._padded else part for part, size in zip(parts, self._sizes)]
-        after, full = self._methods(self._local)[1], self._member.full
-        remembered, self._remembered = self._remembered, None
-        if self.made is None or full is None:
-            made, owned = after(tuple(parts), remembered, self.dtype)
-            stride = torch.empty(self._shape, device="meta").stride()
-            self.made, self._owned = made.as_strided(self._shape, stride, 0), list(owned)
-            return
-        for tensor in self._owned:
-            storage = tensor.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(tensor.numel() * tensor.element_size())
-        with _torch.keeping_versions([full, *self._owned]):
-            after(tuple(parts), remembered, self.dtype, out=full)
-
-    def release(self) -> None:
-        """Free the memory of the full parameter; `decode` is called before it is used again."""
-        for tensor in self._owned:
-            tensor.untyped_storage().resize_(0)
-
-    def _methods(self, local: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        before, after = (getattr(local, f"fsdp_{when}_all_gather", None) for when in ("pre", "post"))
-        if before is None or after is None:
-            raise TypeError(
-                f"parameter '{self._member.name}' is a {type(local).__name__}, which does not define how it is "
-                "gathered; define fsdp_pre_all_gather and fsdp_post_all_gather in that class, freeze the parameter "
-                "before fully_shard, use a plain tensor, or replicate it with flatshard.no_shard"
-            )
-        return before, after
-
-
-class Composed(Extension):
-    """A frozen parameter of a subclass without these methods: torchao's quantised weights.
-
-    Such a tensor consists of plain tensors (`__tensor_flatten__`). Those with one row for each of its rows (codes, a
-    scale per row) are sharded, gathered and combined again; all others (a scale of the whole tensor, a packed form)
-    stay whole on every rank. The result has the same bytes, whatever they mean.
-    """
-
-    def __init__(self, param: ShardedParam, *others: Any) -> None:
-        super().__init__(param, *others)
-        assert param.made_of is not None
-        self._structure, self._cut = param.made_of
-
-    def encode(self) -> list[torch.Tensor]:
-        leaves = zip(self._structure.leaves(self._on_device()), self._cut)
-        given = [self._filled_up(leaf) for leaf, is_cut in leaves if is_cut]
-        self._sizes = [each.size() for each in given]
-        return given
-
-    def decode(self, gathered: Sequence[torch.Tensor]) -> None:
-        parts = [flat.view(-1, *size[1:])[: self._shape[0]] for flat, size in zip(gathered, self._sizes)]
-        if self.made is None:
-            self._owned = [part.clone() for part in parts]
-            left, local = iter(self._owned), self._local
-            leaves = zip(self._structure.leaves(local), self._cut)
-            whole = (next(left) if cut else leaf.to(self._device, copy=True) for leaf, cut in leaves)
-            self.made = self._structure.made_of(whole)
-            return
-        for owned, part in zip(self._owned, parts):
-            owned.untyped_storage().resize_(owned.numel() * owned.element_size())
-            with _torch.keeping_versions([owned]):
-                owned.copy_(part)
-
-
-def as_plain(given: torch.Tensor) -> torch.Tensor:
-    """A plain tensor that can be sent; for a subclass, a copy of it to a plain tensor."""
-    if type(given) is torch.Tensor:
-        return given
-    plain = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-    plain.copy_(given)
-    return plain
-
-
-def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether a parameter, or the local part of one, is of a class that holds its values in other tensors."""
-    return _torch.is_wrapper(_torch.held_of(tensor))
-
-
-def unfilled(layout: Layout, mesh: DeviceMesh, placements: Placements, dtype: torch.dtype) -> DBuffer:
-    """The main buffer of extended parameters: a layout, and no memory."""
-    return DBuffer.zeros(layout, mesh, placements.optimizer, dtype=dtype, device="meta")

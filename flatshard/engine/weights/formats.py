@@ -16,13 +16,13 @@ from flatshard.policy import GatherFormat, MixedPrecisionPolicy, ReduceFormat
 if TYPE_CHECKING:
     from flatshard.buffer.blocks import Code, Coder
 
-_SMALL = 1 << 16  # elements; encoding less saves no time that a launch would notice
-# Names of modules that turn hidden states into scores: an error there is an error of the result.
+_SMALL = 1 << 16  # elements; encoding smaller tensors saves less time than a launch takes
+# Names of modules that turn hidden states into scores, where an error is an error of the result.
 _HEADS = frozenset({"lm_head", "head", "output_layer", "embed_out", "score", "classifier", "proj_out"})
 _ROUTERS = frozenset({"router", "gate"})
-# Ranks that can send each other all they have in no more bytes than an all-reduce of bfloat16 takes.
+# The most ranks that can send each other all their data in no more bytes than an all-reduce of bfloat16.
 _MOST_AMONG: dict[ReduceFormat, int] = {"int8": 3, "bf16_fp32": 2}
-_EXPERTS = 1024  # a router has a row for each; what is called so and has more is a part of a feed-forward layer
+_EXPERTS = 1024  # a router has a row per expert; a module of that name with more rows is a part of a feed-forward layer
 
 
 def chosen(
@@ -30,9 +30,9 @@ def chosen(
 ) -> bool:
     """Whether a parameter is sent in one byte per element if its group has such a format.
 
-    ``name`` starts at the unit, ``modules`` are those that have it, ``owner`` is the class of the unit's module. A
-    parameter without rows of several numbers, which could share a scale, never is. A layer that is a unit by itself,
-    and so has no name there, counts as a head: otherwise it would be in a block.
+    ``name`` starts at the unit, ``modules`` are those that have the parameter, ``owner`` is the class of the unit's
+    module. A parameter of less than two dims is never encoded, because its elements cannot share scales. A layer that
+    is a unit by itself, and so has no name there, counts as a head.
     """
     if not parameter.dtype.is_floating_point or parameter.dim() < 2 or not parameter.numel():
         return False
@@ -96,15 +96,15 @@ class Formats:
 
     def reduce_coder(self, axis: int, dtype: torch.dtype) -> Coder:
         """For gradients; ``dtype`` is that of unencoded tensors."""
-        encoded, tells = self.encoded, len(self.encoded) > 1  # which of them ranks have used
+        encoded, with_uses = self.encoded, len(self.encoded) > 1
         if self.reduces[axis] != "int8":
             encoded, dtype = tuple(False for _ in encoded), torch.bfloat16
-        return _coder(wire_of(self.layout, encoded, self.block, dtype.itemsize, tells), "int8", dtype)
+        return _coder(wire_of(self.layout, encoded, self.block, dtype.itemsize, with_uses), "int8", dtype)
 
 
 @lru_cache(maxsize=1024)
 def _coder(wire: Wire, code: Code, dtype: torch.dtype) -> Coder:
-    """One coder for all groups that are alike, because it has tables on the device."""
+    """One coder for all equal groups, because it has tables on the device."""
     from flatshard.buffer.blocks import Coder  # imports Triton, which takes longer than all of flatshard
 
     return Coder(wire, code, dtype)

@@ -14,29 +14,29 @@ from flatshard._sizes import format_bytes
 from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.policy import CPUOffloadPolicy, OffloadPolicy
 
-_PIECE = 1 << 24  # elements that are cast at a time: the device needs room for no more
-_GLANCE = 2e-4  # seconds between two looks at the bus
+_PIECE = 1 << 24  # elements that are cast at a time, to limit temporary memory on the device
+_POLL_INTERVAL = 2e-4  # seconds
 
 
 def _leave_cores() -> None:
     """Let operations of this thread use fewer cores than those of others."""
     count = torch.get_num_threads()
     torch.set_num_threads(max(1, count - max(1, count // 8)))
-    others = threading.Thread(target=torch.set_num_threads, args=(count,))  # threads that start later take the last
+    # Threads that start later inherit the last number that was set.
+    others = threading.Thread(target=torch.set_num_threads, args=(count,))
     others.start()
     others.join()
 
 
-# Works on gradients and weights in host memory while the device goes on, on one after the other. It leaves cores to the
-# threads that launch, which would wait for their time slice.
+# Adds gradients and casts weights in host memory while the device computes. It leaves cores to the threads that launch.
 _worker = ThreadPoolExecutor(1, "flatshard-host", _leave_cores)
 
 
 @dataclass(frozen=True)
 class Home:
-    """``device`` is where a group computes and communicates. With ``host``, its main buffers are in host memory.
+    """Where a group's main buffers are stored: on ``device``, where it computes, or with ``host`` in host memory.
 
-    They are ``pinned`` until this process has pinned ``limit`` bytes.
+    Host memory is ``pinned`` until this process has pinned ``limit`` bytes.
     """
 
     device: torch.device
@@ -107,7 +107,7 @@ class Home:
         The copy comes after ``ticket``, and after all work that has been enqueued on the current stream. Waiting for
         the ticket that is returned blocks the host; afterwards the gradients can be read.
         """
-        with lane.following():
+        with lane.after_current_stream():
             copied = lane.follow(ticket, lambda: _copy(reduced.local, main_grad.local, complete))
         return Ticket(then=copied.synchronize)
 
@@ -116,12 +116,12 @@ class Home:
 
         Waiting for the ticket blocks the host; afterwards the gradients can be read.
         """
-        landing = self.empty(main_grad.local.numel(), reduced.dtype)
-        copied = lane.follow(ticket, lambda: _copy(reduced.local, landing))
+        staging = self.empty(main_grad.local.numel(), reduced.dtype)
+        copied = lane.follow(ticket, lambda: _copy(reduced.local, staging))
 
         def add() -> None:
             copied.synchronize()
-            main_grad.local.add_(landing, alpha=factor)
+            main_grad.local.add_(staging, alpha=factor)
 
         added = _worker.submit(add)
         return Ticket(then=lambda: added.result())
@@ -135,10 +135,10 @@ def _copy(
 
 
 class HostCopy:
-    """Sends main from host memory. In another dtype, a host thread casts it once per step, and every pass sends that.
+    """Copies main from host memory to the device. If the dtypes differ, a host thread casts main once per step.
 
-    The cast may be slower than the bus. If ``may_send_main``, a gather waits for it only while the bus is busy;
-    otherwise it sends main, and the device casts. So it does with weights that are sent once per step.
+    The cast may be slower than the bus. If ``may_send_main``, a gather waits for it only while the bus is busy, and
+    otherwise sends main, which the device casts. Weights that are sent once per step are not cast on the host either.
     """
 
     def __init__(self, home: Home, main: DBuffer, dtype: torch.dtype) -> None:
@@ -149,9 +149,9 @@ class HostCopy:
         self._is_stale = True
         self._sent = DONE  # the last copy of the buffer to the device
         self._cast: Future[None] | None = None
-        self._is_postponed = False  # a gather has not waited for the cast: those of others come first
+        self._is_postponed = False  # a gather has not waited for the cast, so other casts come first
         self._sends = 0  # since main may have changed
-        self._is_sent_once = False  # so it was the last time
+        self._is_sent_once = False  # between the last two changes of main
 
     def mark_stale(self) -> None:
         """Main may have changed."""
@@ -160,7 +160,7 @@ class HostCopy:
         self._is_stale = True
 
     def note_step(self) -> bool:
-        """A step has written the cast wherever it has changed main. Whether all of it is up to date now."""
+        """A step has written main and the cast alike. Returns whether the cast is up to date."""
         self._is_sent_once, self._sends = False, 0
         return self.buffer is not None and not self._is_stale
 
@@ -196,7 +196,7 @@ class HostCopy:
         self._sends += 1
         if source is self.buffer and self.may_send_main and self._cast is not None:
             while not self._cast.done() and not pool.sent.has_ended():
-                wait([self._cast], _GLANCE)
+                wait([self._cast], _POLL_INTERVAL)
             if not self._cast.done():
                 source, self._is_postponed = self.main, True
         if source is self.buffer:
@@ -224,14 +224,14 @@ class HostCopy:
 def prepare_in_turns(copies: Sequence[HostCopy], may_send_main: bool) -> None:
     """Start the casts for a forward that sends ``copies`` in this order.
 
-    If gathers may send main instead, some of the weights, the first ones among them, come last: so the host is ahead of
-    the bus with the casts of the others, as far as it casts as fast as the bus sends main, and the bus sends a cast in
-    half of that time. What is not pinned is slow to send, and always cast.
+    If gathers may send main instead, some weights are cast last, the first ones among them, so that the host is ahead
+    of the bus with the others. This assumes that the host casts as fast as the bus sends main, and that a cast is sent
+    in half that time. Memory that is not pinned is slow to send, and is always cast.
     """
     may_send_main = may_send_main and all(copy.main.local.is_pinned() for copy in copies)
     first: list[HostCopy] = []
     last: list[HostCopy] = []
-    cast, sent = 0.0, 0.0 if may_send_main else math.inf  # elements, by the time that the bus is free again
+    cast, sent = 0.0, 0.0 if may_send_main else math.inf  # elements of main that can be cast or sent until then
     for copy in copies:
         copy.may_send_main = may_send_main
         numel = copy.main.local.numel()

@@ -1,11 +1,11 @@
-"""Where the full weights of a group come from: one class per way, chosen once by `source_for`.
+"""Where the full weights of a group come from: one class per way. `source_for` chooses it, once.
 
 `OfMain`      main itself: every rank has all of it, in the compute dtype
-`Compute`     persistent compute weights, of which every rank has all; refreshed from main after a step
-`Gathered`    a buffer that is allocated for each use, gathered from shards of main or of persistent compute weights;
-              in a backward from shards on a smaller mesh, if the forward has left some there
-`FromBytes`   the same, decoded when it is needed from bytes that all ranks have encoded, once per step
-`Decoded`     what tensor subclasses make of the tensors that they have sent
+`Compute`     persistent compute weights, if every rank has all of them; refreshed from main after a step
+`Gathered`    a buffer that is allocated for each use and gathered from shards of main or of persistent compute weights,
+              or in a backward from shards on the post-forward mesh
+`FromBytes`   the same for encoded shards: gathered bytes are decoded when the weights are needed
+`Decoded`     tensor subclasses, which encode and decode themselves (extensions.py)
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket, turns
-from flatshard.engine.weights.codec import Blocks, Cast, Extension
+from flatshard.engine.weights.codec import Blocks, Cast
 from flatshard.engine.weights.offload import Home, HostCopy
 from flatshard.layout import Flat, Layout, Placement, Replicate
 from flatshard.policy import Placements
@@ -28,10 +27,7 @@ from flatshard.policy import Placements
 
 @contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Within it, create tensors that outlive the running pass: training cannot use tensors of inference mode.
-
-    Gradients are off: these tensors belong to no graph.
-    """
+    """Create tensors that outlive the running pass: without a graph, and not in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -39,47 +35,44 @@ def lasting_tensors() -> Iterator[None]:
 class Source:
     """Provides the full weights of a group on this rank and frees their memory.
 
-    After `gather`, and once its ticket has been waited for, `open` makes them usable by the current stream. `full`
-    returns the values of a param: the same tensors from the first `open` on, with or without storage.
+    After the ticket of `gather` has been waited for, `open` makes the weights usable by the current stream. `full`
+    returns those of a param: the same tensors from the first `open` on, with or without storage.
     """
 
-    is_resident = False  # always on this rank: nothing is gathered for a pass or released after it
+    is_resident = False  # the full weights are always on this rank: a pass neither gathers nor releases them
     opens = True  # `open` does something
-    is_gathered_twice = False  # along one axis once per step, and along another for each pass
-    buffer: DBuffer | None = None  # full weights are views of it, except those that it has in another order
+    is_gathered_twice = False  # along the outer axis once per step, and along the inner one for each pass
+    buffer: DBuffer | None = None  # full weights are views of it, except `Layout.turned` ones
     compute: Compute | None = None  # persistent compute weights, if their placement differs from main's
     host_copy: HostCopy | None = None  # sends main, if that is in host memory and gathers read it
     keeps_storage = False  # full weights keep their memory while they are not gathered, and so their addresses
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        """Start. ``lasting``: they will stay for long. ``comm``: an `AllGather` object of torch's protocol to use."""
+        """Start. ``lasting``: the weights stay for several passes. ``comm``: an ``AllGather`` of torch's to use."""
         raise NotImplementedError
 
     def open(self) -> None:
         """Make the gathered weights usable."""
 
     def full(self, index: int) -> torch.Tensor:
-        """The full values of a param, with a separate version counter.
-
-        When a later gather writes them again, autograd must not take that for a modification of a saved weight.
-        """
+        """The full weights of a param, with their own version counter: autograd saves them, and later gathers write."""
         raise NotImplementedError
 
     def mark_stale(self) -> None:
-        """Main may have changed: derive everything from it again."""
+        """Main may have changed: derive everything from it again at the next gather."""
 
     def release(self) -> None:
         """Free the memory, once the current stream has finished with it."""
 
-    def give_up(self) -> None:
-        """A gather has raised: free what it has allocated."""
+    def cancel(self) -> None:
+        """Free what a gather has allocated that has raised."""
         self.release()
 
-    def park(self, mesh: DeviceMesh) -> None:
-        """Before a release after forward: keep this rank's shard on a smaller mesh, for the backward to gather."""
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        """Before the reshard after forward: copy this rank's shard on a smaller mesh, for the backward to gather."""
 
-    def unpark(self) -> None:
-        """The backward has ended."""
+    def drop_post_forward_shard(self) -> None:
+        """Free that shard: the backward has ended."""
 
     @property
     def launches(self) -> bool:
@@ -88,7 +81,7 @@ class Source:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next gather brings bytes of a format, of which `open` makes full weights in the pool's memory."""
+        """Whether the next gather fetches encoded bytes, which `open` decodes into full weights."""
         return False
 
 
@@ -107,26 +100,24 @@ class OfMain(Source):
 
 
 class _Turned:
-    """Full weights that are sharded on another dim than 0: they have separate storage, in their own order."""
+    """The full weights that are sharded on another dim than 0, copied from the gathered buffer into their own order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._layout, self._dtype = layout, dtype
         self._flat: dict[int, torch.Tensor] = {}
         self._pool: Pool | None = None
 
-    def allocate(self, pool: Pool, here: bool = False) -> None:
-        """``here``: the current stream is to fill them, and not the lane."""
+    def allocate(self, pool: Pool, for_current_stream: bool = False) -> None:
         self._pool = pool
         for index in self._layout.turned:
             if index not in self._flat:
                 self._flat[index] = pool.empty(self._layout.slots[index].numel, self._dtype)
-            pool.allocate(self._flat[index], here=here)
+            pool.allocate(self._flat[index], for_current_stream=for_current_stream)
 
     def view(self, index: int) -> torch.Tensor:
         return self._flat[index].view(self._layout.slots[index].shape)
 
     def fill(self, gathered: DBuffer) -> None:
-        """Bring what was gathered into its own order."""
         pairs = []
         for index in self._layout.turned:
             pairs += turns(self._layout, index, gathered.run_of(index), self.view(index))
@@ -142,9 +133,8 @@ class _Turned:
 class Compute(Source):
     """Persistent compute weights: less sharded than main, and refreshed from it when they are stale.
 
-    A source itself if this rank has all of them; otherwise `Gathered` gathers from them.
-    With a codec that encodes, they are the bytes to be sent, unless this rank has all of them: then they are decoded.
-    Weights that are sharded on another dim than 0 are reordered in place.
+    A source if this rank has all of them; otherwise `Gathered` gathers from them, and with a codec that encodes they
+    are encoded. Weights that are sharded on another dim than 0 are reordered in place.
     """
 
     is_resident = True
@@ -152,13 +142,13 @@ class Compute(Source):
     def __init__(self, main: DBuffer, codec: Cast | Blocks, home: Home, placements: Placements) -> None:
         self._main, self._codec, self._home, self._placement = main, codec, home, placements.parameter
         self.is_stale = True
-        self._in_use: list[DBuffer] = []  # by the refresh on its way
-        self.done = DONE  # when they are up to date
-        self.has_read = DONE  # when main may be written again
+        self._in_use: list[DBuffer] = []  # by the running refresh
+        self.done = DONE  # of the last refresh
+        self.has_read = DONE  # the last refresh has read main, which may be written again
         self._turned = main.layout.turned if _everywhere(self._placement) else frozenset[int]()
 
     def refresh(self, pool: Pool, name: str) -> tuple[DBuffer, Ticket]:
-        """The weights, and when they are up to date."""
+        """Bring the weights up to date. Returns them, and the ticket to wait for."""
         main, buffer, codec = self._main, self.buffer, self._codec
         lane = pool.lane if self._home.host or not isinstance(codec, Cast) else pool.refresh_lane
         decodes = isinstance(codec, Blocks) and _everywhere(self._placement)
@@ -182,7 +172,7 @@ class Compute(Source):
                 codec.encode(fetched, wire)
             self._in_use = [fetched, wire]
             self.has_read = self.done = lane.mark()
-            if self._placement != main.placements:  # else nothing is missing of what is held
+            if self._placement != main.placements:
                 self.done = wire.gather_in_place(main.placements, lane=lane, name=f"refresh {name}")
             if isinstance(codec, Blocks) and decodes:
                 self.done = lane.follow(self.done, functools.partial(codec.decode, wire, buffer))
@@ -202,7 +192,7 @@ class Compute(Source):
         return self._whole(index).data
 
     def _whole(self, index: int) -> torch.Tensor:
-        """A weight, where this rank has all of them."""
+        """A full weight, if this rank has all of them."""
         assert self.buffer is not None
         if index not in self._turned:
             return self.buffer.local_view(index)
@@ -230,7 +220,7 @@ class Compute(Source):
 
 
 class Gathered(Source):
-    """Full weights are views of one buffer, or turned. ``compute``: shards of these are gathered, instead of main."""
+    """Full weights are views of one buffer, or turned. They are gathered from ``compute``, or from main without it."""
 
     opens = False
 
@@ -243,24 +233,24 @@ class Gathered(Source):
             self.host_copy = HostCopy(home, main, codec.dtype)
         self._pool: Pool | None = None
         self._own: list[torch.Tensor] | None = None  # this rank's runs of the buffer
-        self._parked: tuple[DBuffer, Ticket] | None = None  # and where the copy stands
-        self._is_hollow = not main.layout.payload  # only empty tensors, of which collectives take no list
+        self._post_forward: tuple[DBuffer, Ticket] | None = None  # this rank's shard on a smaller mesh, once copied
+        self._is_empty = not main.layout.payload  # collectives do not accept an empty list
         self._is_sharded = not _everywhere(main.placements)
-        travels = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
-        self._part = main if travels else None  # of each rank, where it travels as it rests
+        sends_main = self._cast is not None and self._cast.sends_main and self._is_sharded and not home.host
+        self._part = main if sends_main else None  # this rank's input of the all-gather, if it needs no cast
         self.is_gathered_twice = compute is not None and self._cast is not None and compute.launches
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self._pool = pool  # another one than last time, if the unit has a new root
+        self._pool = pool  # a unit with a new root has another pool
         part, refreshed = (self._part, DONE) if self.compute is None else self.compute.refresh(pool, name)
         buffer, lane = self._allocated(pool, lasting), pool.lane
-        if self._is_hollow:
+        if self._is_empty:
             return Ticket()
         with lane.inside if refreshed is DONE else lane.entered((refreshed,)):
-            if self._parked is not None:
-                part, parked = self._parked
+            if self._post_forward is not None:
+                part, copied = self._post_forward
                 # The gathered buffer as the smaller mesh sees it.
-                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (parked,)
+                seen, after = DBuffer(buffer.layout, part.mesh, [Replicate()], buffer.local), (copied,)
                 ticket = seen.gather_in_place(part.placements, lane=lane, own=part, after=after, name=name, comm=comm)
             elif part is not None:
                 ticket = buffer.gather_in_place(part.placements, lane=lane, own=part, name=name, comm=comm)
@@ -280,18 +270,18 @@ class Gathered(Source):
     def launches(self) -> bool:
         return self.compute is not None or self._is_sharded
 
-    def _allocated(self, pool: Pool, lasting: bool, here: bool = False) -> DBuffer:
-        """The buffer of full weights, with storage. ``here``: the current stream is to write it, and not the lane."""
+    def _allocated(self, pool: Pool, lasting: bool, for_current_stream: bool = False) -> DBuffer:
+        """The buffer of full weights, with storage. ``for_current_stream``: that stream writes it, not the lane."""
         buffer = self.buffer
         if buffer is None:
             buffer = self.buffer = self._unallocated(self._main.layout, self._dtype, pool)
-        pool.allocate(buffer.local, lasting, here)
+        pool.allocate(buffer.local, lasting, for_current_stream)
         if self._turned is not None:
-            self._turned.allocate(pool, here)
+            self._turned.allocate(pool, for_current_stream)
         return buffer
 
     def _unallocated(self, layout: Layout, dtype: torch.dtype, pool: Pool) -> DBuffer:
-        """A buffer for what all ranks have, without storage."""
+        """A buffer for the shards of all ranks, without storage."""
         mesh, local = self._main.mesh, pool.empty(layout.buffer_numel(layout.num_shards), dtype)
         return DBuffer(layout, mesh, [Replicate()] * mesh.ndim, local)
 
@@ -316,39 +306,39 @@ class Gathered(Source):
         if self._turned is not None:
             self._turned.release(self.keeps_storage)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         if self.compute is not None:
             self.compute.done.wait()  # nothing else waits for a refresh
         if self._pool is not None:
-            self._pool.lane.join()  # the lane finishes with the memory before its next user
+            self._pool.lane.join()  # the lane may still use the memory
         self.release()
 
     def mark_stale(self) -> None:
-        self._parked = None
+        self._post_forward = None
         if self.host_copy is not None:
             self.host_copy.mark_stale()
         if self.compute is not None:
             self.compute.is_stale = True
 
-    def park(self, mesh: DeviceMesh) -> None:
-        if self.buffer is None or self._parked is not None or not self._is_sharded:
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        if self.buffer is None or self._post_forward is not None or not self._is_sharded:
             return
         dtype, device = self._dtype, self._home.device
         part = DBuffer.zeros(self._main.layout, mesh, [Flat()], dtype=dtype, device=device)
         if part.runs():
             torch._foreach_copy_(part.runs(), self.buffer.runs(part.held))
         assert self._pool is not None
-        self._parked = part, self._pool.lane.mark()
+        self._post_forward = part, self._pool.lane.mark()
 
-    def unpark(self) -> None:
-        self._parked = None
+    def drop_post_forward_shard(self) -> None:
+        self._post_forward = None
 
 
 class FromBytes(Gathered):
-    """Shards are bytes, gathered into separate memory that is freed once they are decoded.
+    """Encoded shards are gathered into separate memory, which is freed once they are decoded.
 
-    They are decoded when full weights are needed, on the stream that needs them: beside compute, decoding would slow
-    down matrix products for longer than it takes alone. Until then only the bytes take memory.
+    They are decoded when the full weights are needed, on the stream that needs them: on the lane, decoding would slow
+    down matrix products for longer than it takes alone.
     """
 
     def __init__(self, main: DBuffer, codec: Blocks, home: Home, compute: Compute) -> None:
@@ -357,11 +347,11 @@ class FromBytes(Gathered):
         self._blocks = codec
         self._wire: DBuffer | None = None
         self._is_open = True
-        self._lasting = False  # which the full weights are to be
+        self._lasting = False  # of the last `gather`
 
     @property
     def decodes(self) -> bool:
-        return self._parked is None and not self._is_hollow
+        return self._post_forward is None and not self._is_empty
 
     def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
         if not self.decodes:
@@ -384,16 +374,16 @@ class FromBytes(Gathered):
         assert pool is not None
         assert wire is not None
         with lasting_tensors() if torch.is_inference_mode_enabled() else nullcontext():
-            buffer = self._allocated(pool, self._lasting, here=True)
+            buffer = self._allocated(pool, self._lasting, for_current_stream=True)
             self._blocks.decode(wire, buffer)
             pool.release(wire.local)
             if self._turned is not None:
                 self._turned.fill(buffer)
         self._is_open = True
 
-    def park(self, mesh: DeviceMesh) -> None:
-        self.open()  # also on a rank that has passed the unit over: the others gather from its part
-        super().park(mesh)
+    def keep_post_forward_shard(self, mesh: DeviceMesh) -> None:
+        self.open()  # also on a rank that has skipped the unit: the others gather from its shard
+        super().keep_post_forward_shard(mesh)
 
     def release(self) -> None:
         super().release()
@@ -402,67 +392,8 @@ class FromBytes(Gathered):
             self._pool.release(self._wire.local)
 
 
-class Decoded(Source):
-    """Parameters of tensor subclasses, gathered in one launch and decoded into memory of their own."""
-
-    def __init__(self, each: Sequence[Extension], mesh: DeviceMesh) -> None:
-        self.each, self._mesh = list(each), mesh
-        self._pool: Pool | None = None
-        self._counts: list[int] = []  # of tensors that each has sent
-        self.wire: list[torch.Tensor] = []  # what is gathered, flat
-        self._is_open = False
-
-    def gather(self, pool: Pool, name: str, lasting: bool, comm: Any = None) -> Ticket:
-        self._pool, self._is_open = pool, False
-        lane, axis = pool.lane, self._mesh.ndim - 1
-        group, ranks = lane.group(self._mesh, axis), self._mesh.size(axis)
-        with lane.entered(), lasting_tensors():
-            encoded = [one.encode() for one in self.each]
-            self._counts = [len(tensors) for tensors in encoded]
-            given = [tensor for tensors in encoded for tensor in tensors]
-            if not self.wire:
-                self.wire = [pool.empty(each.numel() * ranks, each.dtype) for each in given]
-            for output in self.wire:
-                pool.allocate(output)
-            sent = [(output, each.reshape(-1)) for output, each in zip(self.wire, given) if each.numel()]
-            return lane.all_gather(group, *zip(*sent), name=name) if sent else lane.mark()
-
-    def open(self) -> None:
-        if self._is_open:
-            return
-        assert self._pool is not None
-        gathered = iter(self.wire)
-        with lasting_tensors():
-            for one, count in zip(self.each, self._counts):
-                parts = list(islice(gathered, count))
-                one.decode(parts)
-                for part in parts if one.copies else ():
-                    self._pool.release(part)
-        self._is_open = True
-
-    def full(self, index: int) -> torch.Tensor:
-        made = self.each[index].made
-        assert made is not None
-        return made
-
-    def release(self) -> None:
-        assert self._pool is not None
-        for output in self.wire:
-            self._pool.release(output)
-        for one in self.each:
-            one.release()
-
-    def give_up(self) -> None:
-        assert self._pool is not None
-        self._pool.lane.join()  # as of `Gathered`
-        self.release()
-
-
 def source_for(main: DBuffer, placements: Placements, codec: Cast | Blocks, home: Home, is_held: bool) -> Source:
-    """Choose the source for these placements, this codec and this home.
-
-    ``is_held``: use a copy of main's current values, even if main changes.
-    """
+    """The source for these placements, codec and home. ``is_held``: it keeps main's current values if main changes."""
     everywhere = _everywhere(placements.parameter)
     if isinstance(codec, Blocks):
         encoded = Compute(main, codec, home, placements)

@@ -18,6 +18,7 @@ from flatshard.layout.planner import ALIGN, round_up
 from flatshard.megatron.experimental.placement import Flat as Flat  # both are imported from here
 from flatshard.megatron.experimental.placement import Partial as Partial
 from flatshard.megatron.experimental.placement import Placement, Replicate, to_engine, to_torch
+from flatshard.megatron.experimental.redistribute import redistribute
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class DBuffer:
             return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
         target = self._target(out, wanted, self.dtype)
         own = target.local_buffer.untyped_storage().data_ptr() == self.local_buffer.untyped_storage().data_ptr()
-        result = source.redistribute(cut, out=None if own else target._engine)
+        result = redistribute(source, cut, out=None if own else target._engine)
         if own:
             target.local_buffer.copy_(result.local)
         return target

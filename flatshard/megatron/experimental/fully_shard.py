@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import api
-from flatshard.engine.tree.build import owned_modules, units_below
+from flatshard.engine.tree.build import units_below
+from flatshard.engine.tree.parameters import owned_modules
 from flatshard.megatron.experimental.module import FsdpContext, FsdpModule
 from flatshard.megatron.experimental.placement import Placements
 from flatshard.megatron.mixed_precision import engine_policy
