@@ -37,9 +37,9 @@ def _log(rank, world, how, recompute):
     gather, exchange = Gathers.launch, dist.all_to_all_single
     groups = {id(ep.get_group()): "wait"}
 
-    def gathered(self, unit):
+    def gathered(self, unit, **options):
         log.append(unit.name)
-        gather(self, unit)
+        gather(self, unit, **options)
 
     def exchanged(output, *args, group=None, **kwargs):
         if not output.is_floating_point():
@@ -90,9 +90,9 @@ def _blocks_elsewhere(rank, world):
     log: list[str] = []
     gather, forward = Gathers.launch, model.blocks[0].forward
 
-    def gathered(self, unit):
+    def gathered(self, unit, **options):
         log.append(unit.name)
-        gather(self, unit)
+        gather(self, unit, **options)
 
     def first(x):
         log.append("first")
