@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("tyro")  # `flatshard train` needs it
 _ROOT = Path(__file__).parents[2]
 _TINY = "--processes 1 --batch 4 --context 64 --width 64 --layers 3 --heads 4 --ffn 96 --warmup 2 --sample 8"
 
