@@ -199,6 +199,29 @@ def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ran
     ranks(2, _written_in_forward)
 
 
+def _written_by_one_rank(rank, world):
+    """Within a forward, one rank alone steps another model, and writes its part of a unit that is prefetched."""
+    model, other = _sharded(), nn.Linear(2, 2)
+    optimizer, x = torch.optim.SGD(other.parameters(), lr=0.1), torch.ones(2, DIM)
+    expected = model(x)
+    lane = unit_of(model).root.gather_lane
+    before = lane.launched
+
+    def write(*_: Any) -> None:
+        if rank == 0:
+            optimizer.step()
+            model.second.weight.to_local().mul_(1.0)
+
+    model.first.register_forward_hook(write)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert lane.launched - before == 2
+
+
+def test_all_ranks_gather_the_same_weights_if_one_of_them_writes_its_part_within_a_forward(ranks):
+    ranks(2, _written_by_one_rank)
+
+
 def _ends_of_bodies(rank, world):
     """Modules show what they would without the body: a pass that ended in it, or broke, is over."""
     model, x = _sharded(reshard_after_forward=False), torch.ones(2, DIM)

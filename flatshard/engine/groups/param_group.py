@@ -37,6 +37,7 @@ class ParamGroup:
 
     is_away = False  # users have moved main to another device than the mesh's
     keeps_dtype = False  # full weights have the dtype from before sharding, whatever the policy of the unit says
+    steps_taken = 0  # by optimizers that have its parameters
     own_grad_dtype: torch.dtype | None = None  # `parameter.grad_dtype` from before sharding, if it was set
 
     def __init__(
@@ -67,6 +68,7 @@ class ParamGroup:
         self._watched = False
         self.ticket: Ticket | None  # of the gather, from its launch to the release
         self.gathered_from: int | None = None  # the state of main at its start, if the weights may stay
+        self.gathered_after = 0  # and `writes`
         self.all_gather_comm: Any = None  # an `AllGather` of torch's to use
         self._refreshed: int | None = None  # the state of main that compute weights are known to have
         self._renewed: int | None = None  # the state of main in the last `renew`, if it is in host memory
@@ -179,6 +181,17 @@ class ParamGroup:
         number = steps.taken() + self.main.local._version
         for local in self.snapshot.locals:
             number += local._version
+        for param in self.params:
+            number += param.sharded._version
+        return number
+
+    @property
+    def writes(self) -> int:
+        """The part of `state` that grows on all ranks alike: operations on parameters, and steps of their optimizers.
+
+        One rank alone may write its local part, or step an optimizer of another model.
+        """
+        number = self.steps_taken
         for param in self.params:
             number += param.sharded._version
         return number

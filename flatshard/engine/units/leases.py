@@ -54,14 +54,14 @@ class FullWeights:
         """Record the state of main from which the weights are gathered: hooks may write main during a pass."""
         for group in self.needs:
             if group.gathered_from is None:
-                group.gathered_from = group.state
+                group.gathered_from, group.gathered_after = group.state, group.writes
 
     @property
     def is_outdated(self) -> bool:
-        """Whether main has changed since weights were gathered that no pass uses yet."""
+        """Whether main has changed, on all ranks, since weights were gathered that no pass uses yet."""
         for group in self.needs:
             waits = group.ticket is not None and not group.is_full and not group.is_held
-            if waits and group.gathered_from != group.state:
+            if waits and group.gathered_after != group.writes:
                 return True
         return False
 
