@@ -8,7 +8,7 @@ The functions only translate. They contain no logic of flatshard.
 # fmt: off
 
 from flatshard._torch.autograd import (
-    PlainAttributes, Untransformed, allow_grad_of, at_end_of_backward, grads_and_hooks, graph_task,
+    PlainAttributes, Untransformed, allow_grad_of, at_end_of_backward, before_accumulation, grads_and_hooks, graph_task,
     grad_of, hook_first, hooks_of, in_backward, keeping_versions, on_grad_read, profiling, transforming, uncompiled,
     will_be_executed,
 )

@@ -78,6 +78,22 @@ def on_grad_read(action: Callable[[bool], None] | None) -> None:
     DTensor.grad = property(read, write, _GRAD.__delete__)  # type: ignore[assignment]
 
 
+def before_accumulation(leaf: torch.Tensor, action: Callable[[], None]) -> object:
+    """Call ``action`` before autograd adds to the ``.grad`` of a leaf, as long as the returned object exists."""
+    with torch.enable_grad():
+        node: Any = _Behind.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
+    node.register_prehook(lambda _: action())
+    return node
+
+
+class _Behind(torch.autograd.Function):
+    """Its node comes after that of its input. It calls no operator, of which some DTensors support few."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+
 def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Allow ``tensor`` to have a gradient of ``dtype``. Drops a gradient of another dtype."""
     if tensor.grad_dtype != dtype:

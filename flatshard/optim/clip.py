@@ -350,6 +350,7 @@ def sum_shared_gradients(parameters: nn.Parameter | Iterable[nn.Parameter], stag
     ends = [int(stages.mesh[0]), int(stages.mesh[-1])]
     if ends[0] == ends[1] or dist.get_rank() not in ends:
         return
+    join_reduces()
     parts = []
     for parameter in listed:
         grad = _grad_of(parameter)

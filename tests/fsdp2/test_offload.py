@@ -453,3 +453,32 @@ def test_only_as_many_bytes_as_asked_are_offloaded(ranks, wanted, in_backward):
 def test_bytes_to_offload_need_the_policy():
     with pytest.raises(ValueError, match="give offload_policy=CPUOffloadPolicy"):
         flatshard.shard_model(_blocks(), offload_bytes=1)
+
+
+def _used_in_other_ways(rank, world, way, layout):
+    """Gradients that could stay on the device are used in another way than by reading ``.grad``."""
+    found = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(device_grad_bytes=1 << 30)):
+        with pytest.MonkeyPatch.context() as patch:
+            keep_apart(patch)
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(4, 4), offload_policy=policy, layout=layout)
+        model.set_decoupled_gradients(way == "decoupled")
+        losses = [model(torch.full((2, 4), rank + number)).square().sum() for number in (1.0, 2.0)]
+        model.set_is_last_backward(way != "added to in flight")
+        losses[0].backward()
+        if way == "of two stages":
+            flatshard.sum_shared_gradients(model.parameters(), init_device_mesh("cpu", (world,)))
+        elif way == "added to by autograd":
+            sum(parameter.square().sum() for parameter in model.parameters()).backward()
+        elif way == "added to in flight":
+            model.set_is_last_backward(True)
+            losses[1].backward()
+        name = "decoupled_grad" if way == "decoupled" else "grad"
+        found.append([getattr(parameter, name).to_local() for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("way", ["decoupled", "of two stages", "added to by autograd", "added to in flight"])
+def test_gradients_that_may_stay_on_the_device_can_be_used_in_other_ways(ranks, way):
+    ranks(2, _used_in_other_ways, way, "flat" if way == "added to in flight" else "tensor")

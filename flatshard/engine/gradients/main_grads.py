@@ -66,6 +66,7 @@ class MainGrads:
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.on_device: Reduced | None = None  # the values, until they are read; the buffer has none then
+        self._accumulators: dict[int, object] = {}
         self.in_flight = 0  # reduces that write here
         # Params that this rank has not used, while it does not know whether another rank has.
         self.undecided: Counter[int] = Counter()
@@ -107,8 +108,11 @@ class MainGrads:
         return 0 if self.buffer is None or self.home.host else self.buffer.local.untyped_storage().nbytes()
 
     def may_stay_on_device(self, dtype: torch.dtype) -> bool:
-        """Whether reduced gradients of a dtype may. A norm is computed of them: no cast may change it."""
-        if torch.promote_types(dtype, self.dtype) != self.dtype:
+        """Whether reduced gradients of a dtype may. A norm is computed of them: no cast may change it.
+
+        Only ``.grad`` copies them when it is read.
+        """
+        if self.is_decoupled or self.kept is not None or torch.promote_types(dtype, self.dtype) != self.dtype:
             return False
         staying = sum(each.on_device.buffer.local.nbytes for each in _on_device if each.on_device is not None)
         return staying + self._numel * dtype.itemsize <= self.home.device_grad_bytes
@@ -116,6 +120,11 @@ class MainGrads:
     def leave_on_device(self, reduced: Reduced) -> None:
         self.on_device = reduced
         _on_device.add(self)
+        for index, param in enumerate(
+            self.params
+        ):  # a backward from sharded parameters adds to it, and reads no `.grad`
+            if index not in self._accumulators and param.sharded.requires_grad:
+                self._accumulators[index] = _torch.before_accumulation(param.sharded, bring_all)
 
     def bring(self) -> None:
         """Copy gradients that have stayed on the device to where they belong."""

@@ -178,6 +178,10 @@ class Reduces:
         while len(self.in_flight) >= self._most and not (self._has_optional and self._could_hang()):
             self._wait_for_oldest()
         gradients, pool = group.gradients, self.pool
+        while group.home.host and any(
+            earlier.reduced is not None and earlier.writes is gradients.main_grads for earlier in self.in_flight
+        ):
+            self._wait_for_oldest()  # its result is not in host memory yet, where this one is added to it
         is_last = is_last and not self.is_one_of_several  # else the caller is going to scale them before the step
         if self.steps.waiting:
             self.steps.run_before(gradients)
