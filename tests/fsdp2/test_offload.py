@@ -482,3 +482,17 @@ def _used_in_other_ways(rank, world, way, layout):
 @pytest.mark.parametrize("way", ["decoupled", "of two stages", "added to by autograd", "added to in flight"])
 def test_gradients_that_may_stay_on_the_device_can_be_used_in_other_ways(ranks, way):
     ranks(2, _used_in_other_ways, way, "flat" if way == "added to in flight" else "tensor")
+
+
+def _kept_bytes(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        keep_apart(patch)
+        model = shard_net(make_net(depth=8), offload_policy=CPUOffloadPolicy(device_grad_bytes=2200))
+    loss_of(model, next(batches(1, 4))).backward()
+    kept = [group.gradients.main_grads.on_device for unit in unit_of(model).root.units for group in unit.groups]
+    sizes = [reduced.buffer.local.nbytes for reduced in kept if reduced is not None]
+    assert 0 < sum(sizes) <= 2200  # those of reduces that were in flight count, too
+
+
+def test_no_more_gradients_stay_on_the_device_than_asked(ranks):
+    ranks(2, _kept_bytes)

@@ -23,11 +23,12 @@ from flatshard.engine.weights.offload import Home
 MAIN_GRAD = "_flatshard_main_grad"  # on a gradient of `MainGrads`: its buffer
 DECOUPLED = "decoupled_grad"
 _on_device: weakref.WeakSet[MainGrads] = weakref.WeakSet()  # whose gradients have stayed there
+_staying: weakref.WeakSet[Reduced] = weakref.WeakSet()  # those of reduces in flight included
 _LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
 _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
 
-@dataclass
+@dataclass(eq=False)
 class Reduced:
     """Reduced gradients on the device, of a group whose gradients belong in host memory."""
 
@@ -36,6 +37,10 @@ class Reduced:
     write: Callable[[Ticket, Callable[[torch.Tensor], torch.Tensor]], Ticket]  # to host memory: `Home.write`
     stays: bool  # until they are read or zeroed, unless they are stepped before
     scale: torch.Tensor | None = None  # clipping has multiplied them by it
+
+    def __post_init__(self) -> None:
+        if self.stays:
+            _staying.add(self)
 
     def final(self, part: torch.Tensor) -> torch.Tensor:
         """A part of the buffer, as gradients."""
@@ -114,7 +119,7 @@ class MainGrads:
         """
         if self.is_decoupled or self.kept is not None or torch.promote_types(dtype, self.dtype) != self.dtype:
             return False
-        staying = sum(each.on_device.buffer.local.nbytes for each in _on_device if each.on_device is not None)
+        staying = sum(each.buffer.local.nbytes for each in _staying)
         return staying + self._numel * dtype.itemsize <= self.home.device_grad_bytes
 
     def leave_on_device(self, reduced: Reduced) -> None:
