@@ -233,13 +233,13 @@ def fresh_store(store: Store, rank: int, world: int) -> Store:
             if heard[rank - 1] == word:
                 break
             time.sleep(_PAUSE)
-        store.set(f"flatshard/{common}/{rank}", "")
+        store.set(f"flatshard/ready/{common}/{rank}", "")  # not in the part that ranks are about to use
     else:
         common = word
         while others:
             heard = [each.decode() for each in store.multi_get([f"flatshard/word/{other}" for other in others])]
             store.set("flatshard/answer", json.dumps([common, heard]))
-            if store.check([f"flatshard/{common}/{other}" for other in others]):
+            if store.check([f"flatshard/ready/{common}/{other}" for other in others]):
                 break
             time.sleep(_PAUSE)
     return PrefixStore(f"flatshard/{common}", store)
