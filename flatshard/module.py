@@ -177,7 +177,7 @@ class FSDPModule(TorchFSDPModule):
         unreduced gradients stay, and the next forward frees the memory.
         """
         assert isinstance(self, nn.Module)
-        join_reduces(bring=not set_to_none)
+        join_reduces(to_host=not set_to_none)
         with _torch.PlainAttributes() if set_to_none else nullcontext():
             nn.Module.zero_grad(self, set_to_none)
         for group in _groups(self, True):

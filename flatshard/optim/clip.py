@@ -63,7 +63,7 @@ def clip_grad_norm_(
             "clip_grad_norm_ cannot be used with fully_shard_optimizer(..., in_backward=True): the backward has "
             "already stepped these parameters and freed their gradients; leave one of the two out"
         )
-    join_reduces(bring=False)
+    join_reduces(to_host=False)
     places, on_device = _gradients(listed)
     if not places and stages is None:
         return torch.tensor(0.0)
@@ -155,7 +155,7 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> tuple[dict[_Where, list[_G
             on_device.append(reduced)
             continue
         if main_grads is not None:
-            main_grads.bring()
+            main_grads.copy_to_host()
         tensors = [buffer.local] if all_there else [_torch.local_of(grad) for grad in grads]
         gradients += zip(tensors, tensors)
     return places, on_device

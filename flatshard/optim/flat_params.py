@@ -81,7 +81,7 @@ class FlatParam:
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
             return False
         if group is not None and not self.is_streamed:
-            group.gradients.main_grads.bring()
+            group.gradients.main_grads.copy_to_host()
         if self._extent is None:
             first = _torch.grad_of(self.parameters[0])
             if first is None or (self._flat and buffer_of(first, self.main, self._indices[0]) is not None):

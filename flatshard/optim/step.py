@@ -291,7 +291,7 @@ class FSDPOptimizer(Optimizer):
         optimizer's.
         """
         _drop_unreduced(self)
-        join_reduces(bring=not set_to_none)
+        join_reduces(to_host=not set_to_none)
         if not set_to_none:
             _stepper_of(self).free_gradients()  # of parameters that a backward has stepped
             grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -523,7 +523,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepper = optimizer.__dict__.get(STEPPER)
     if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
         return
-    join_reduces(bring=not isinstance(stepper, LocalStep))
+    join_reduces(to_host=not isinstance(stepper, LocalStep))
     now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
     if now[0] and optimizer.__dict__.get(_CHECKED) != now:
         refuse_replaced(optimizer)

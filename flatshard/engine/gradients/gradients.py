@@ -374,7 +374,7 @@ class Gradients:
                 if stays or reduction.on_final is not None:
                     reduction.reduced = reduced
                 else:
-                    ticket = reduced.bring(ticket)
+                    ticket = reduced.copy_to_host(ticket)
                 del reduced, write
             elif on_host:
                 ticket = self.home.add(target, ticket, lane, main_grad, factor)

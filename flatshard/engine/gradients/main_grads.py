@@ -47,7 +47,7 @@ class Reduced:
         gradient = part.to(self.dtype)
         return gradient if self.scale is None else gradient * self.scale
 
-    def bring(self, ticket: Ticket = DONE) -> Ticket:
+    def copy_to_host(self, ticket: Ticket = DONE) -> Ticket:
         """Start to copy them to host memory after ``ticket``."""
         return self.write(ticket, self.final)
 
@@ -125,17 +125,16 @@ class MainGrads:
     def leave_on_device(self, reduced: Reduced) -> None:
         self.on_device = reduced
         _on_device.add(self)
-        for index, param in enumerate(
-            self.params
-        ):  # a backward from sharded parameters adds to it, and reads no `.grad`
+        # A backward from sharded parameters adds to the buffer without reading a `.grad`.
+        for index, param in enumerate(self.params):
             if index not in self._accumulators and param.sharded.requires_grad:
-                self._accumulators[index] = _torch.before_accumulation(param.sharded, bring_all)
+                self._accumulators[index] = _torch.before_accumulation(param.sharded, copy_all_to_host)
 
-    def bring(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy gradients that have stayed on the device to where they belong."""
         reduced, self.on_device = self.on_device, None
         if reduced is not None:
-            reduced.bring().wait()
+            reduced.copy_to_host().wait()
 
     def prepare(self) -> None:
         """Create the buffer for the next backward."""
@@ -151,7 +150,7 @@ class MainGrads:
         any_had, buffer = bool(had_grad or self.undecided), self.buffer
         self._accumulates = any_had
         if any_had:
-            self.bring()
+            self.copy_to_host()
         self.on_device = None
         if buffer is None or not (any_had or self._is_new):
             buffer = self._make(apart=not is_last and self._is_large and self.main.local.is_cuda)
@@ -237,7 +236,7 @@ class MainGrads:
 
     def take_settings(self, other: MainGrads) -> None:
         """Copy the settings of the object that this one replaces."""
-        other.bring()
+        other.copy_to_host()
         self.is_decoupled, self.kept = other.is_decoupled, other.kept
 
     def clear_decoupled(self, set_to_none: bool) -> None:
@@ -313,10 +312,10 @@ def are_on_device() -> bool:
     return any(each.on_device is not None for each in _on_device)
 
 
-def bring_all() -> None:
+def copy_all_to_host() -> None:
     """Copy all gradients that have stayed on the device to host memory."""
     for each in list(_on_device):
-        each.bring()
+        each.copy_to_host()
     _on_device.clear()
 
 

@@ -36,7 +36,7 @@ class EarlySteps:
         elif reduction.reduced.stays:
             reduction.gradients.main_grads.leave_on_device(reduction.reduced)
         else:
-            reduction.reduced.bring().wait()
+            reduction.reduced.copy_to_host().wait()
 
     def run(self, most: int = -1) -> None:
         """Step the gradients that wait, the oldest first, until they take at most ``most`` bytes."""

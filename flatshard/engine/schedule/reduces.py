@@ -11,7 +11,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool
-from flatshard.engine.gradients.main_grads import are_on_device, bring_all
+from flatshard.engine.gradients.main_grads import are_on_device, copy_all_to_host
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
@@ -309,11 +309,11 @@ class Reduces:
 _unjoined: weakref.WeakSet[Reduces] = weakref.WeakSet()  # whose reduces are joined when a gradient is read
 
 
-def join_reduces(bring: bool = True) -> None:
+def join_reduces(to_host: bool = True) -> None:
     """Order the current stream after the reduces of all models, before gradients are read.
 
-    Reading or setting a ``.grad`` calls it. With ``bring``, gradients that have stayed on the device are copied to host
-    memory, where they belong.
+    Reading or setting a ``.grad`` calls it. With ``to_host``, gradients that have stayed on the device are copied to
+    host memory, where they belong.
     """
     _torch.on_grad_read(None)
     for reduces in list(_unjoined):
@@ -322,7 +322,7 @@ def join_reduces(bring: bool = True) -> None:
             reduces.drop_steps()
         reduces.join()
     _unjoined.clear()
-    if bring:
-        bring_all()
+    if to_host:
+        copy_all_to_host()
     elif are_on_device():
         _torch.on_grad_read(join_reduces)
