@@ -20,7 +20,7 @@ from torch import nn
 
 from flatshard.buffer import Pool, Ticket
 from flatshard.engine.gradients.gradients import Gradients
-from flatshard.engine.gradients.reduction import Goal, Reduction, Uses
+from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.parameters.sharded_param import ShardedParam
 from flatshard.engine.tree.roots import find_root
@@ -312,7 +312,7 @@ class _Gradients(Gradients):
         self.expected = sum(member.sharded.requires_grad for member in self.params)
         self.on_arrival = self.direct = None
         self.main_grads = self  # type: ignore[assignment]
-        self._arrived, self._uses = set(), Uses(len(self.params))
+        self._arrived = set()
 
     has_partial = property(lambda self: False)
     buffer = None  # read, as the next, of `main_grads`

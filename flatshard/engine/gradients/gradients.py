@@ -199,7 +199,7 @@ class Gradients:
         """Move the gradients that have arrived from the full parameters to the returned list."""
         if self._arrived:
             self._arrived.clear()
-        taken: list[torch.Tensor | None] = [None] * self._uses.count
+        taken: list[torch.Tensor | None] = [None] * len(self.params)
         for index, param in enumerate(self.params):
             full = param.full
             gradient = None if full is None else full.grad
