@@ -81,7 +81,8 @@ def on_grad_read(action: Callable[[bool], None] | None) -> None:
 def before_accumulation(leaf: torch.Tensor, action: Callable[[], None]) -> object:
     """Call ``action`` before autograd adds to the ``.grad`` of a leaf, as long as the returned object exists."""
     with torch.enable_grad():
-        node: Any = _Behind.apply(leaf).grad_fn.next_functions[0][0]  # type: ignore[no-untyped-call]
+        behind = _Behind.apply(leaf)  # type: ignore[no-untyped-call]  # torch 2.11 frees its node along with it
+    node: Any = behind.grad_fn.next_functions[0][0]
     node.register_prehook(lambda _: action())
     return node
 
