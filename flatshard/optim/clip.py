@@ -30,6 +30,7 @@ from flatshard.optim.local_step import early_optimizer
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
 # A local gradient: what the norm is computed of, and what is scaled. None: a `Reduced`, which is told the factor.
 _Gradient = tuple[torch.Tensor, torch.Tensor | None]
+_ROWS = 256
 
 
 @torch.no_grad()
@@ -196,10 +197,23 @@ def _powers(where: _Where, tensors: Sequence[torch.Tensor], norm_type: float, dt
     device = tensors[0].device if where[0] is None and tensors else mesh_device(where[0])
     if not tensors:
         return torch.zeros(0, dtype=dtype, device=device)
-    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    filled = [_in_rows(tensor, norm_type, dtype) if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
     values = torch.stack([norm.to(device) for norm in norms])
     return values if math.isinf(norm_type) else values.pow(norm_type)
+
+
+def _in_rows(tensor: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the same norm. For a large one on the CPU, the norms of its rows.
+
+    torch computes these on all threads, and the norm of one tensor on one thread.
+    """
+    size = tensor.numel() // _ROWS
+    if tensor.device.type != "cpu" or size < _ROWS or not tensor.is_contiguous():
+        return tensor
+    flat = tensor.view(-1)
+    norms = torch.linalg.vector_norm(flat[: _ROWS * size].view(_ROWS, size), norm_type, dim=1, dtype=dtype)
+    return torch.cat([norms, flat[_ROWS * size :].to(dtype)])
 
 
 def _join(powers: torch.Tensor, norm_type: float) -> torch.Tensor:

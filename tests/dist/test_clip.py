@@ -350,3 +350,17 @@ def _other_placements(rank, world):
 @pytest.mark.parametrize("body", [_unsharded_root, _other_placements])
 def test_gradients_are_found_where_they_are(ranks, body):
     ranks(2, body)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 2.0, 3.0, INF])
+def test_norms_of_large_tensors(norm_type):
+    parameter = nn.Parameter(torch.zeros(3, 98_765))  # not a multiple of what a norm on the CPU is computed by
+    parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    parameter.grad[-1, -1] = 5e3  # the last element counts
+    before = parameter.grad.clone()
+    wanted = torch.linalg.vector_norm(before.double(), norm_type)
+    norm = clip_grad_norm_([parameter], wanted.item() / 2, norm_type)
+    torch.testing.assert_close(norm.double(), wanted, rtol=2e-5, atol=0.0)
+    torch.testing.assert_close(parameter.grad, before / 2, rtol=2e-5, atol=0.0)
+    parameter.grad[0, 7] = math.nan
+    assert clip_grad_norm_([parameter], 1.0, norm_type).isnan()
