@@ -200,7 +200,7 @@ def flat(
     kept: bool = False,
     hybrid: str | None = None,
     in_backward: bool = False,
-    offload_state: bool = False,
+    offload_state: bool | None = None,
     device_grads: bool = False,
     clipped: bool = False,
     optimizer: str = "fused",
