@@ -100,24 +100,23 @@ class Gathers:
                 group.cancel()
             raise
 
-    def prefetch_instead(self, unit: Unit) -> None:
-        """Prefetch the next units in place of ``unit``, which has been released."""
-        if unit.intent.prefetch_in_backward is None:
-            self.prefetch(unit, self._policy.max_gathered - (unit.index in self._apart))
+    def prefetch(self, unit: Unit, is_released: bool = False) -> None:
+        """Prefetch the units that the user has set, or else the next units of the recorded order.
 
-    def prefetch(self, unit: Unit, most: int) -> None:
-        """Prefetch the units that the user has set, or else the next units of the recorded order, up to ``most``."""
+        ``is_released``: a backward has released ``unit``, and the next units take its place.
+        """
         if not self._policy.prefetch:
             return
         backward = self._program.running is Pass.BACKWARD
         explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
         if explicit is not None:
-            for module in (ref() for ref in explicit):
+            for module in (ref() for ref in explicit) if not is_released else ():  # which was done when it began
                 other = None if module is None else unit_of(module)
                 if other is not None and not other.is_gathered and other.rows is None:
                     self.launch(other, is_prefetch=True)
             return
-        room, bytes_ahead = most, self._policy.max_gathered_bytes
+        room = self._policy.max_gathered - (unit.index in self._apart if is_released else 1)
+        bytes_ahead = self._policy.max_gathered_bytes
         for index in self._program.upcoming:
             if room <= 0 and not bytes_ahead:
                 return

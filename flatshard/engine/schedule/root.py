@@ -305,7 +305,7 @@ class Root:
                 self._drop_outdated(unit)
             if not unit.is_gathered:
                 self.gathers.launch(unit)
-        self.gathers.prefetch(unit, self.policy.max_gathered - 1)
+        self.gathers.prefetch(unit)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.wait_for_all()  # gradients of the last micro-batch must not add to the peak of activations
 

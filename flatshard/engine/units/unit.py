@@ -60,7 +60,7 @@ class GathersProtocol(Protocol):
     # fmt: off
     @property
     def lane(self) -> Lane: ...
-    def prefetch_instead(self, unit: Unit) -> None: ...
+    def prefetch(self, unit: Unit, is_released: bool = False) -> None: ...
     def look_up(self, unit: Unit, tokens: torch.Tensor) -> torch.Tensor: ...
     # fmt: on
 
@@ -400,7 +400,7 @@ class Unit(FullWeights):
         if root.program.running is Pass.BACKWARD:
             if self.is_gathered and self._reshards_now:
                 self.release()
-            root.gathers.prefetch_instead(self)
+            root.gathers.prefetch(self, is_released=True)
             root.unit_left(self)
             self.reset_after_backward()
         else:
@@ -530,14 +530,14 @@ class Unit(FullWeights):
             has_read = all(call.has_read for call in self._awaited_calls)
             if has_read and self.in_backward and self._reshards_now and self.is_gathered:
                 self.release()  # what is ahead is an embedding, whose backward does not read them
-                root.gathers.prefetch_instead(self)
+                root.gathers.prefetch(self, is_released=True)
             return
         if self.phase is Phase.BACKWARD:
             # The next unit's all-gather is launched before this unit's reduce, because only the former is waited for;
             # and after this unit's weights are released, so that it can use their memory.
             if self._reshards_now:
                 self.release()
-            root.gathers.prefetch_instead(self)
+            root.gathers.prefetch(self, is_released=True)
         root.unit_left(self)
         self.reset_after_backward()
 
