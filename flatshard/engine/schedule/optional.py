@@ -57,12 +57,12 @@ class OptionalRoot(Root):
         super().recover()
         self._to_reshard = None
 
-    def need(self, unit: Unit, gather: bool = True) -> None:
+    def need(self, unit: Unit, gather: bool = True, is_skipped: bool = False) -> None:
         self._check_order(unit)
         if self._to_reshard is not None and self._to_reshard[0] != unit.index:
             self._reshard_pending()
         self._skip(self.program.before(unit.index))
-        super().need(unit, gather)
+        super().need(unit, gather, is_skipped)
 
     def unit_left(self, unit: Unit) -> None:
         if unit.nests:  # the backward has left the units inside it, too
@@ -125,7 +125,7 @@ class OptionalRoot(Root):
                 around.pop().end_skipped()
             self._skipped.add(index)
             # Other ranks may use it: launch the same all-gathers.
-            self.arrive(unit, gather=unit.unshard_in_backward or not backward)
+            super().need(unit, gather=unit.unshard_in_backward or not backward, is_skipped=True)
             around.append(unit)
         while around:
             around.pop().end_skipped()

@@ -271,26 +271,15 @@ class Root:
 
     # Gathers
 
-    def need(self, unit: Unit, gather: bool = True) -> None:
+    def need(self, unit: Unit, gather: bool = True, is_skipped: bool = False) -> None:
         """Make the full parameters of ``unit`` usable by the current stream, and prefetch the next units.
 
         Without ``gather``, only prefetch: the pass has reached the unit, but does not need its parameters.
+        ``is_skipped``: the pass has gone by the unit. Launch its all-gather as other ranks do, but do not wait for it.
         """
-        if self.program.checks and self.program.running is not Pass.BACKWARD:  # a recompute may have nothing to do
+        in_forward = self.program.running is not Pass.BACKWARD
+        if self.program.checks and in_forward and not is_skipped:  # a recompute may have nothing to do
             self.announcer.announce("run", unit)
-        self.arrive(unit, gather)
-        if not gather:
-            return
-        recording = _recording.active
-        if recording is None:
-            unit.swap_in()
-            return
-        phase = "backward" if self.program.running is Pass.BACKWARD else "forward"
-        with recording.around(phase, unit.name, self):
-            unit.swap_in()
-
-    def arrive(self, unit: Unit, gather: bool) -> None:
-        """The running pass has reached a unit: launch its all-gather, if ``gather``, and those of the next units."""
         if not (unit.is_optional and unit.index in self.program.needed):  # only the first use counts
             for skipped in map(self.unit_at, self.program.need(unit.index, self._comes_later)):
                 if skipped is not None and Lease.PREFETCH in skipped.leases:
@@ -299,7 +288,6 @@ class Root:
             del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
             self._recomputed = None  # its backward begins, or it is recomputed again
-        in_forward = self.program.running is not Pass.BACKWARD
         if gather:
             if in_forward and unit.is_outdated:
                 self._drop_outdated(unit)
@@ -308,6 +296,14 @@ class Root:
         self.gathers.prefetch(unit)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.wait_for_all()  # gradients of the last micro-batch must not add to the peak of activations
+        if not gather or is_skipped:
+            return
+        recording = _recording.active
+        if recording is None:
+            unit.swap_in()
+            return
+        with recording.around("forward" if in_forward else "backward", unit.name, self):
+            unit.swap_in()
 
     def _drop_outdated(self, unit: Unit) -> None:
         """The running forward has written main since this unit was gathered: a momentum encoder, a step within it."""
