@@ -135,9 +135,10 @@ class Root:
         self.free_cleared_gradients()
         grads, copies = torch.is_grad_enabled(), list[HostCopy]()
         for unit in self.units:
-            if unit.leases and unit.keeps():
-                continue
-            unit.release(always=True)
+            if unit.leases:  # without one, it is not gathered
+                if unit.keeps():
+                    continue
+                unit.release(always=True)
             absorb_moved(unit)
             for group in unit.groups:
                 if unit.is_first:
@@ -284,15 +285,14 @@ class Root:
             for skipped in map(self.unit_at, self.program.need(unit.index, self._comes_later)):
                 if skipped is not None and Lease.PREFETCH in skipped.leases:
                     skipped.release()
-        if Lease.PREFETCH in unit.leases:
-            del unit.leases[Lease.PREFETCH]
         if self._recomputed == unit.index:
             self._recomputed = None  # its backward begins, or it is recomputed again
-        if gather:
-            if in_forward and unit.is_outdated:
-                self._drop_outdated(unit)
-            if not unit.is_gathered:
-                self.gathers.launch(unit)
+        if gather and in_forward and unit.is_outdated:
+            self._drop_outdated(unit)
+        if Lease.PREFETCH in unit.leases:  # it is gathered
+            del unit.leases[Lease.PREFETCH]
+        elif gather and not unit.is_gathered:
+            self.gathers.launch(unit)
         self.gathers.prefetch(unit)
         if self.reduces.in_flight and in_forward and 2 * len(self.program.needed) > len(self._units):
             self.reduces.wait_for_all()  # gradients of the last micro-batch must not add to the peak of activations
@@ -307,6 +307,7 @@ class Root:
 
     def _drop_outdated(self, unit: Unit) -> None:
         """The running forward has written main since this unit was gathered: a momentum encoder, a step within it."""
+        unit.leases.pop(Lease.PREFETCH, None)
         for group in unit.needs:
             if not group.is_full:
                 group.release()
