@@ -80,7 +80,7 @@ class FlatParam:
         group = self.group()
         if group is not None and group.main is not self.main:  # `.to` and its like have moved the parameters
             return False
-        if group is not None and not self.is_streamed:
+        if group is not None and group.home.host and not self.is_streamed:
             group.gradients.main_grads.copy_to_host()
         if self._extent is None:
             first = _torch.grad_of(self.parameters[0])

@@ -243,8 +243,10 @@ class LocalStep:
 
     def _attach(self, flat_params: Iterable[FlatParam]) -> bool:
         """Set the gradients of flat parameters; False if those of one have changed since it was created."""
-        # Gradients of streamed parameters are cast piece by piece.
-        return all(each.attach_gradient(self.keep_dtype or each.is_streamed) for each in flat_params)
+        for each in flat_params:
+            if not each.attach_gradient(self.keep_dtype or each.is_streamed):  # which are cast piece by piece
+                return False
+        return True
 
     def _is_prepared(self, optimizer: Optimizer, stepped: set[FlatParam]) -> bool:
         """Whether the flat parameters are valid; if so their gradients are set, unless they are ``stepped``."""

@@ -548,10 +548,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     )
         optimizer.__dict__[_CHECKED] = now
         optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
-        groups = map(group_of, parameters)
-        optimizer.__dict__[_GROUPS] = weakref.WeakSet(group for group in groups if group is not None)
-    for group in optimizer.__dict__[_GROUPS] if now[0] else ():
-        group.steps_taken += 1
+        groups = dict.fromkeys(map(group_of, parameters))
+        optimizer.__dict__[_GROUPS] = [weakref.ref(group) for group in groups if group is not None]
+    for ref in optimizer.__dict__[_GROUPS] if now[0] else ():
+        group = ref()
+        if group is not None:
+            group.steps_taken += 1
     for parameter in optimizer.__dict__[_SCALARS] if now[0] and stepper is None else ():
         wrap_scalars(parameter, optimizer.state)
 
