@@ -18,7 +18,7 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 Reduction: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]  # over a dim
 _Started: TypeAlias = tuple[list[Work], Action]
 
-_nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
+nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
 # The dtypes that every backend supports. Tensors of other dtypes are gathered as bytes, and cannot be reduced.
 _NATIVE = frozenset(
     {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -68,7 +68,7 @@ class Gather:
         """``is_kept``: it will be launched again, so its tensors are kept alive anyway."""
         self._lane, self.group, self.is_kept = lane, group, is_kept
         self._merged: tuple[Sequence[Gather], Gather] | None = None  # the last result of `merged`, and with which
-        self._numbytes = nbytes(outputs)
+        self._numbytes = sum(map(nbytes, outputs))
         self._tensors = outputs, inputs
         outputs, inputs = list(as_bytes(outputs)), list(as_bytes(inputs))
         self._native = None  # the arguments of a backend that takes lists; otherwise `_call` launches
@@ -261,10 +261,6 @@ def join(work: Work | None) -> None:
     """Let the current stream wait for a work that was launched in it. NCCL, which ran in it itself, gives None."""
     if work is not None:
         work.wait()
-
-
-def nbytes(tensors: Tensors) -> int:
-    return sum(map(_nbytes, tensors))
 
 
 def one_after_other(*actions: Action) -> Action:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _recording, _torch
 from flatshard.buffer import collectives
-from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors
+from flatshard.buffer.collectives import CoalescedGather, Gather, Op, Tensors, nbytes
 from flatshard.buffer.groups import WITHOUT_PEERS, own_group
 from flatshard.buffer.tickets import DONE, Action, Ticket, Tickets
 from flatshard.trust.alarm import Watched, alarm
@@ -188,7 +188,7 @@ class Lane:
             if comm is None:
                 return Gather(self, group, outputs, inputs).launch(name)
             works, unpack = collectives.gather_by(comm, group, outputs, inputs, self.stream is None)
-            return self.record_launch(group, "all_gather", name, collectives.nbytes(outputs), works, unpack)
+            return self.record_launch(group, "all_gather", name, sum(map(nbytes, outputs)), works, unpack)
 
     def reduce_scatter(
         self,
@@ -230,7 +230,7 @@ class Lane:
             then = collectives.one_after_other(reduce, then)
         else:
             works = [_torch.reduce_scatter_one(group, out, inp, options) for out, inp in zip(outputs, inputs)]
-        return self.record_launch(group, "reduce_scatter", name, collectives.nbytes(inputs), works, then)
+        return self.record_launch(group, "reduce_scatter", name, sum(map(nbytes, inputs)), works, then)
 
     def all_reduce(
         self, group: ProcessGroup, tensors: Tensors, op: Op = "sum", *, after: Tickets = (), name: str = ""
@@ -243,7 +243,7 @@ class Lane:
         options = _torch.ALL_REDUCE[op]
         with self.entered(after):
             works = [group.allreduce([tensor], options) for tensor in tensors] if group.size() > 1 else []
-            return self.record_launch(group, "all_reduce", name, collectives.nbytes(tensors), works, then)
+            return self.record_launch(group, "all_reduce", name, sum(map(nbytes, tensors)), works, then)
 
     def init_communicators(self, groups: Sequence[ProcessGroup]) -> None:
         """Run one collective in each group, also in groups of one rank: NCCL creates communicators at first use."""

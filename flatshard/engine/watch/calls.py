@@ -88,11 +88,6 @@ class Call:
         self.passed = False
         self._watched = dict.fromkeys(self._watched, False)
 
-    def input_gradients_complete(self, run: weakref.ref[ModuleForward]) -> None:
-        """The gradients of a module's inputs are complete."""
-        self._watched[run] = True
-        self.passed = not self.unwatched and False not in self._watched.values()
-
     @property
     def has_read(self) -> bool:
         """Whether the backward has read all weights that it needs."""
@@ -233,7 +228,8 @@ def _post_backward_hook(
     if watcher is None:
         refuse_orphan()
     elif known is not None:
-        known.input_gradients_complete(run)
+        known._watched[run] = True
+        known.passed = not known.unwatched and False not in known._watched.values()
         watcher.post_backward()
 
 
