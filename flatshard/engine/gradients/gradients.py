@@ -25,7 +25,7 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
-from flatshard.engine.gradients.main_grads import MainGrads, Reduced, call_finished, change_gradients, has_gaps
+from flatshard.engine.gradients.main_grads import STAYING, MainGrads, Reduced, call_finished, change_gradients, has_gaps
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction, Stage, Uses, stages_to, sum_dtype
 from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
@@ -370,7 +370,9 @@ class Gradients:
                 reduction.on_final, reduction.gradients = self.on_final, self
             if on_host and fresh:
                 write = functools.partial(self.home.write, target, lane, main_grad)
-                reduced = Reduced(target, self.grad_dtype, write, stays)
+                reduced = Reduced(target, self.grad_dtype, write)
+                if stays:
+                    STAYING.add(reduced)
                 if stays or reduction.on_final is not None:
                     reduction.reduced = reduced
                 else:

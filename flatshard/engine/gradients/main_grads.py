@@ -22,8 +22,7 @@ from flatshard.engine.weights.offload import Home
 
 MAIN_GRAD = "_flatshard_main_grad"  # on a gradient of `MainGrads`: its buffer
 DECOUPLED = "decoupled_grad"
-_on_device: weakref.WeakSet[MainGrads] = weakref.WeakSet()  # whose gradients have stayed there
-_staying: weakref.WeakSet[Reduced] = weakref.WeakSet()  # those of reduces in flight included
+STAYING: weakref.WeakSet[Reduced] = weakref.WeakSet()  # on the device, until they are read, stepped or zeroed
 _LARGE = 10 << 20  # bytes; for a smaller tensor the allocator takes 20 MiB, too much for a pool of one
 _sharded: Callable[[ShardedParam], torch.Tensor] = operator.attrgetter("sharded")
 
@@ -35,12 +34,8 @@ class Reduced:
     buffer: DBuffer
     dtype: torch.dtype  # of the gradients
     write: Callable[[Ticket, Callable[[torch.Tensor], torch.Tensor]], Ticket]  # to host memory: `Home.write`
-    stays: bool  # until they are read or zeroed, unless they are stepped before
     scale: torch.Tensor | None = None  # clipping has multiplied them by it
-
-    def __post_init__(self) -> None:
-        if self.stays:
-            _staying.add(self)
+    holder: weakref.ref[MainGrads] | None = None  # once the reduce has ended
 
     def final(self, part: torch.Tensor) -> torch.Tensor:
         """A part of the buffer, as gradients."""
@@ -119,12 +114,11 @@ class MainGrads:
         """
         if self.is_decoupled or self.kept is not None or torch.promote_types(dtype, self.dtype) != self.dtype:
             return False
-        staying = sum(each.buffer.local.nbytes for each in _staying)
+        staying = sum(each.buffer.local.nbytes for each in STAYING)
         return staying + self._numel * dtype.itemsize <= self.home.device_grad_bytes
 
     def leave_on_device(self, reduced: Reduced) -> None:
-        self.on_device = reduced
-        _on_device.add(self)
+        self.on_device, reduced.holder = reduced, weakref.ref(self)
         # A backward from sharded parameters adds to the buffer without reading a `.grad`.
         for index, param in enumerate(self.params):
             if index not in self._accumulators and param.sharded.requires_grad:
@@ -307,16 +301,12 @@ class MainGrads:
         return replaced
 
 
-def are_on_device() -> bool:
-    """Whether gradients of any group have stayed on the device."""
-    return any(each.on_device is not None for each in _on_device)
-
-
 def copy_all_to_host() -> None:
-    """Copy all gradients that have stayed on the device to host memory."""
-    for each in list(_on_device):
-        each.copy_to_host()
-    _on_device.clear()
+    """Copy all gradients that have stayed on the device to host memory, but not those of reduces in flight."""
+    for each in list(STAYING):
+        holder = None if each.holder is None else each.holder()
+        if holder is not None:
+            holder.copy_to_host()
 
 
 def has_gaps(buffer: DBuffer) -> bool:

@@ -6,6 +6,7 @@ from collections import deque
 
 from flatshard.buffer import Ticket
 from flatshard.engine.gradients.gradients import Gradients
+from flatshard.engine.gradients.main_grads import STAYING
 from flatshard.engine.gradients.reduction import OnFinal, Reduction
 
 
@@ -33,7 +34,7 @@ class EarlySteps:
         stepped = None if reduction.on_final is None else reduction.on_final([reduction.gradients], reduction.reduced)
         if stepped is not None:
             self.running.append(stepped)
-        elif reduction.reduced.stays:
+        elif reduction.reduced in STAYING:
             reduction.gradients.main_grads.leave_on_device(reduction.reduced)
         else:
             reduction.reduced.copy_to_host().wait()

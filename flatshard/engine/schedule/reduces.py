@@ -11,7 +11,7 @@ import torch
 
 from flatshard import _recording, _torch
 from flatshard.buffer import Pool
-from flatshard.engine.gradients.main_grads import are_on_device, copy_all_to_host
+from flatshard.engine.gradients.main_grads import STAYING, copy_all_to_host
 from flatshard.engine.gradients.reduction import Goal, Reduction
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.schedule.agreement import Announcer
@@ -256,7 +256,7 @@ class Reduces:
                 reduction.then()
         if reduction.reduced is not None:
             self.steps.add_on_host(reduction)
-            if reduction.reduced.stays:
+            if reduction.reduced in STAYING:
                 _torch.on_grad_read(join_reduces)
         elif reduction.on_final is not None:
             self.steps.add(reduction, self._largest_reduce())
@@ -324,5 +324,5 @@ def join_reduces(to_host: bool = True) -> None:
     _unjoined.clear()
     if to_host:
         copy_all_to_host()
-    elif are_on_device():
+    elif STAYING:
         _torch.on_grad_read(join_reduces)
