@@ -123,18 +123,22 @@ class DBuffer:
 
     def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
+        found = self._all_runs if held is None else self._runs.get(held)
+        if found is not None:
+            return found
         if held is None:
-            if self._all_runs is None:
-                if self._parts is None:
-                    self._parts = self.layout.run_parts(self.held.count, 0, self.held.count)
-                self._all_runs = _runs_of(self.local, self._parts)
-            return self._all_runs
-        found = self._runs.get(held)
-        if found is None:
-            if not self.held.contains(held):
-                raise ValueError(f"pieces {held} do not lie in {self.held}")
-            parts = self.layout.run_parts(self.held.count, held.first - self.held.first, held.count)
-            found = self._runs[held] = _runs_of(self.local, parts)
+            if self._parts is None:
+                self._parts = self.layout.run_parts(self.held.count, 0, self.held.count)
+            sizes, are_runs = self._parts
+        elif self.held.contains(held):
+            sizes, are_runs = self.layout.run_parts(self.held.count, held.first - self.held.first, held.count)
+        else:
+            raise ValueError(f"pieces {held} do not lie in {self.held}")
+        found = list(compress(self.local.split_with_sizes(sizes), are_runs))  # one split is cheaper than many slices
+        if held is None:
+            self._all_runs = found
+        else:
+            self._runs[held] = found
         return found
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
@@ -195,11 +199,6 @@ class DBuffer:
             plan.append((axis, self.runs(get), self.runs(have) if plan or own is None else own.runs()))
             current = step
         return plan
-
-
-def _runs_of(local: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
-    sizes, are_runs = parts
-    return list(compress(local.split_with_sizes(sizes), are_runs))  # one split is cheaper than many slices
 
 
 def turns(
