@@ -68,31 +68,30 @@ class Gathers:
 
         ``is_prefetch``: the running pass reaches the unit later.
         """
-        if self._program.announces and any(group.launches for group in unit.needs):
+        program = self._program
+        if program.announces and any(group.launches for group in unit.needs):
             self._announcer.announce("gather", unit)
-        if torch.is_inference_mode_enabled() or self._program.is_profiled:
-            # Tensors created here outlive the pass; training could not write tensors of inference mode.
-            training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            with training, torch.profiler.record_function(f"flatshard::gather {unit.name}"):
-                self._gather(unit)
-        else:
-            self._gather(unit)
-        if unit.may_stay or unit.leases or self._program.running is not Pass.BACKWARD:
+        program.gathered.append(unit.index)
+        if not program.has_launched:
+            program.has_launched = any(group.launches for group in unit.needs)
+        lasting = unit.keeps_for_next and not unit.is_last and program.running is Pass.BACKWARD
+        if unit.needs[1:] or program.is_profiled or torch.is_inference_mode_enabled():
+            self._launch_all(unit, lasting)
+        elif unit.needs:
+            unit.needs[0].gather(self.pool, unit.name, lasting)
+        if unit.may_stay or unit.leases or program.running is not Pass.BACKWARD:
             unit.record_main_state()
         if is_prefetch:
             unit.leases[Lease.PREFETCH] = True
 
-    def _gather(self, unit: Unit) -> None:
-        self._program.gathered.append(unit.index)
-        if not self._program.has_launched:
-            self._program.has_launched = any(group.launches for group in unit.needs)
-        lasting = unit.keeps_for_next and not unit.is_last and self._program.running is Pass.BACKWARD
-        if unit.needs and not unit.needs[1:]:
-            unit.needs[0].gather(self.pool, unit.name, lasting)
-            return
+    def _launch_all(self, unit: Unit, lasting: bool) -> None:
+        """Launch the all-gathers of all groups as one, named in a profile."""
+        # Tensors created here outlive the pass; training could not write tensors of inference mode.
+        training = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        naming = torch.profiler.record_function if self._program.is_profiled else nullcontext
         absent = [group for group in unit.needs if group.ticket is None]
         try:
-            with CoalescedGather(self.lane):  # one launch for all groups
+            with training, naming(f"flatshard::gather {unit.name}"), CoalescedGather(self.lane):
                 for group in absent:
                     group.gather(self.pool, unit.name, lasting)
         except BaseException:
