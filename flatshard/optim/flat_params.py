@@ -201,7 +201,7 @@ def buffer_of(grad: torch.Tensor | None, main: DBuffer, index: int) -> DBuffer |
 
 def set_grad(tensor: torch.Tensor, gradient: torch.Tensor, keep_dtype: bool) -> None:
     """Give a plain parameter its gradient, in its dtype unless ``keep_dtype``."""
-    gradient = gradient if keep_dtype else gradient.to(tensor.dtype)
+    gradient = gradient if keep_dtype or gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     _torch.allow_grad_of(tensor, gradient.dtype)  # the last one may have had another dtype
     tensor.grad = gradient
 
