@@ -53,9 +53,7 @@ _NEVER = {
     "SparseAdam": "needs sparse gradients, and those of sharded parameters are dense; use Adam",
     **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), _OVER_ALL),
 }
-_CHECKED = "_flatshard_checked"
-_SCALARS = "_flatshard_scalars"
-_GROUPS = "_flatshard_groups"
+_CHECKED = "_flatshard_checked"  # on an optimizer: when it was checked last, and what was found
 
 
 def fully_shard_optimizer(
@@ -525,7 +523,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     join_reduces(to_host=not isinstance(stepper, LocalStep))
     now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
-    if now[0] and optimizer.__dict__.get(_CHECKED) != now:
+    if not now[0]:
+        return  # nothing has been sharded
+    known = optimizer.__dict__.get(_CHECKED)
+    if known is None or known[0] != now:
         refuse_replaced(optimizer)
         _refuse_stepped(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -546,15 +547,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                         f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
                         "fully_shard_optimizer(optimizer), which casts them"
                     )
-        optimizer.__dict__[_CHECKED] = now
-        optimizer.__dict__[_SCALARS] = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
         groups = dict.fromkeys(map(group_of, parameters))
-        optimizer.__dict__[_GROUPS] = [weakref.ref(group) for group in groups if group is not None]
-    for ref in optimizer.__dict__[_GROUPS] if now[0] else ():
+        refs = [weakref.ref(group) for group in groups if group is not None]
+        scalars = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
+        known = optimizer.__dict__[_CHECKED] = now, refs, scalars
+    for ref in known[1]:
         group = ref()
         if group is not None:
             group.steps_taken += 1
-    for parameter in optimizer.__dict__[_SCALARS] if now[0] and stepper is None else ():
+    for parameter in known[2] if stepper is None else ():
         wrap_scalars(parameter, optimizer.state)
 
 
