@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     run.add_argument("--backend", choices=("nccl", "gloo"), help="what carries collectives (default: of the device)")
     run.add_argument("--devices", type=int, default=4, help="how many devices the tests see (default: 4)")
-    run.add_argument("--jobs", type=int, default=8, help="how many tests run at once (default: 8)")
+    run.add_argument("--jobs", type=int, default=8, help="how many tests, or pools of ranks, run at once (default: 8)")
     run.add_argument("--limit", type=float, default=60, help="seconds for one test (default: 60)")
     run.add_argument("--total", type=float, default=0, help="seconds for one system; tests left over are not run")
     run.add_argument("--mps", action="store_true", help="let ranks share the device by NVIDIA's Multi-Process Service")
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
-    """One suite with one system, in a process that imports the tests once and forks for each of them."""
+    """One suite with one system, in a process that imports the tests once and forks those that run them."""
     checkout = arguments.checkout.resolve()
     chosen = arguments.tests or [each for each in _FILES[arguments.suite] if (checkout / each).exists()]
     if not chosen:

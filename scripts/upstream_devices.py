@@ -48,19 +48,35 @@ def be_rank(rank: int, world: int | None = None) -> None:
             utilities.Utils.rank, utilities.Utils.world_size = rank, world
 
 
+def write_checkpoints_to(folder: Path) -> None:
+    """Let tests that run side by side write to folders of their own."""
+    module = sys.modules.get("tests.unit_tests.distributed.mfsdp_v1.test_mfsdp_fully_shard")
+    if module is not None:
+        module.SHARED_TMP_DIR = str(folder)
+
+
 def leave_out_transformer_engine() -> None:
     """Let test files that import Transformer Engine at their head be imported where it is missing.
 
-    Megatron-Core looks for it first, and does without.
+    Megatron-Core looks for it first, and does without. Tests that use more of it than `FusedAdam` raise ImportError.
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         return
     for name in ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "megatron.core.optimizer"):
         importlib.import_module(name)
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
-        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name] = _Missing(name)
     sys.modules["transformer_engine"].__version__ = "0.0.0"
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = torch.optim.AdamW
+
+
+class _Missing(types.ModuleType):
+    """A module that is not here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{self.__name__}.{name} needs Transformer Engine")
 
 
 def map_devices_of(root: Path, plugins: Iterable[Any]) -> None:

@@ -55,6 +55,7 @@ class TestThreads(FSDPTestMultiThread):
 
 _MEGATRON = """
 import os
+import pytest
 import torch
 import torch.distributed as dist
 import megatron_fsdp
@@ -65,8 +66,36 @@ def test_ranks():
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size() == 3
 
+def test_ranks_again():
+    test_ranks()  # there is a default group from the test before
+
 def test_one_rank_fails():
     assert os.environ["RANK"] != "1" or megatron_fsdp.__name__ == "megatron_fsdp"
+
+def test_one_rank_dies():
+    if os.environ["RANK"] == "2":
+        os._exit(3)
+
+def test_needs_a_package():
+    import is_not_here
+
+class TestTogether:
+    draws = []
+
+    @pytest.fixture(scope="class")
+    def shared(self):
+        yield [os.getpid()]
+        assert len(self.draws) == 2
+
+    def test_first(self, shared):
+        self.draws.append(torch.rand(()))
+        os.environ["LEFT"] = "here"
+        torch.set_default_dtype(torch.float64)
+
+    def test_second(self, shared):
+        self.draws.append(torch.rand(()))
+        assert shared == [os.getpid()] and self.draws[0] == self.draws[1]
+        assert "LEFT" not in os.environ and not dist.is_initialized()
 """
 
 
@@ -110,10 +139,15 @@ def test_a_suite_of_megatron(tmp_path):
         made.write_text("")
     (checkout / "megatron_fsdp.py").write_text("")
     (folder / "test_few.py").write_text(_MEGATRON)
-    told = _run("run", "megatron", checkout, "--out", tmp_path, *_CPU, "--limit", 40)
-    assert _outcomes(tmp_path / "megatron-control.jsonl") == {"test_ranks": "passed", "test_one_rank_fails": "passed"}
-    assert _outcomes(tmp_path / "megatron-flatshard.jsonl") == {"test_ranks": "passed", "test_one_rank_fails": "failed"}
-    assert "the control passes 2 of 2 tests, flatshard 1\n" in told
+    told = _run("run", "megatron", checkout, "--out", tmp_path, *_CPU, "--limit", 40, "--jobs", 1)
+    passed = dict.fromkeys(("test_ranks", "test_ranks_again", "test_first", "test_second"), "passed")
+    control = _outcomes(tmp_path / "megatron-control.jsonl")
+    alike = passed | {"test_one_rank_dies": "failed"}
+    assert control == alike | {"test_one_rank_fails": "passed", "test_needs_a_package": "skipped"}
+    assert _outcomes(tmp_path / "megatron-flatshard.jsonl") == alike | {"test_one_rank_fails": "failed"}
+    assert "again, in new ranks: test_few.py::test_ranks_again" in told
+    assert "the process ended with status 3" in told
+    assert "the control passes 5 of 7 tests, flatshard 4\n" in told
 
 
 def test_a_folder_without_the_suite_is_refused(tmp_path):
