@@ -11,9 +11,10 @@ does not use, and buffers of the communication library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,11 +38,15 @@ from flatshard.tools.timing import Estimate, Speed, StepClock
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
 class _NoMesh:
+    """A number of ranks. Nothing is communicated."""
+
+    ranks: int
     ndim = 0
 
-
-_NO_MESH: Any = _NoMesh()
+    def size(self) -> int:
+        return self.ranks
 
 
 @dataclass(frozen=True)
@@ -115,13 +120,14 @@ class DryRun:
         self._accumulates = setup.microbatches > 1
         self.clock: StepClock | None = None
         self.is_last = True  # this is the last micro-batch of a step
+        self.mesh = cast(Any, _NoMesh(math.prod(setup.mesh)))
         self._root = self._module(model.root)
         self._units = []
         for number, modules in self._modules.items():
             tables = frozenset(id(module) for module in modules if module.is_table)
             intent = Intent(unshard_in_backward=len(tables) < len(modules))
             unit_groups, precision = self._groups[number], MixedPrecisionPolicy()
-            unit = Unit(modules, unit_groups, _NO_MESH, _CPU, precision, intent, find_root, setup.schedule)
+            unit = Unit(modules, unit_groups, self.mesh, _CPU, precision, intent, find_root, setup.schedule)
             unit.embeddings = tables
             for module in modules:
                 set_unit(module, unit)
@@ -238,7 +244,7 @@ class _Group(ParamGroup):
         self.is_held = False
         self.post_forward_mesh = None
 
-    mesh = property(lambda self: _NO_MESH)
+    mesh = property(lambda self: self.run.mesh)
     state = property(lambda self: ())
     arriving_bytes = property(lambda self: self.sizes.passing if self.source.decodes else self.sizes.gathered)
 

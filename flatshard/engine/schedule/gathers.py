@@ -38,6 +38,9 @@ class Gathers:
         self._units = [weakref.ref(unit) for unit in units]
         self._apart = frozenset(_experts(units)) if len(root.meshes) > 1 else frozenset[int]()
         self._keeps_for_next = bool(policy.keep_for_next) and not root.has_optional
+        # The gathers of one rank wait for nobody, and the host enqueues them ahead of the device anyway: a prefetched
+        # unit would only add to the peak.
+        self._prefetches = policy.prefetch and any(mesh.size() > 1 for mesh in root.meshes)
 
     @property
     def units(self) -> list[Unit]:
@@ -104,7 +107,7 @@ class Gathers:
 
         ``is_released``: a backward has released ``unit``, and the next units take its place.
         """
-        if not self._policy.prefetch:
+        if not self._prefetches:
             return
         backward = self._program.running is Pass.BACKWARD
         explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
