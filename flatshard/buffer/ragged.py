@@ -180,6 +180,7 @@ class RaggedDTensor(DTensor):
         local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
         result = func(*local_args, **local_kwargs)
         if not func._schema.returns:
+            torch.autograd.graph.increment_version(args[0])  # a list, which autograd leaves to the kernels
             return None
         if func._schema.name.endswith("_"):
             return args[0]

@@ -16,6 +16,8 @@ from flatshard import _torch
 def add_rules() -> None:
     """Add the missing operations of Rprop, fused SGD and Adagrad to DTensor, and ``sharded.copy_(whole)``.
 
+    In-place operations on lists (``torch._foreach_mul_``) raise the versions of what they write, which DTensor forgets.
+
     For all DTensors of the process, after the first model is sharded. Existing rules of DTensor stay, and cases that
     these rules do not cover are dispatched as before.
     """
@@ -25,6 +27,17 @@ def add_rules() -> None:
             if overload != "out":
                 _torch.handle(getattr(packet, overload), _on_shards)
     _torch.handle(aten.copy_.default, _copy)
+    for name in dir(torch):
+        if name.startswith("_foreach_") and name.endswith("_"):
+            packet = getattr(aten, name)
+            for overload in packet.overloads():
+                _torch.handle(getattr(packet, overload), _on_list)
+
+
+def _on_list(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An in-place operation on a list, as DTensor has it, that also raises versions: `ParamGroup.state` reads them."""
+    _torch.unhandled(op, args, kwargs)
+    torch.autograd.graph.increment_version(args[0])
 
 
 def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,7 +54,10 @@ def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _torch.unhandled(op, args, kwargs)
     local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
     op(*local_args, **local_kwargs)
-    return args[0] if op._schema.returns else None
+    if op._schema.returns:
+        return args[0]
+    torch.autograd.graph.increment_version(args[0])  # as in `_on_list`
+    return None
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

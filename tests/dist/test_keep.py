@@ -88,7 +88,9 @@ WRITES = {
     "detached": lambda p, value: p.detach().copy_(value),
     "local": lambda p, value: p.to_local().copy_(value.to_local()),
     "local data": lambda p, value: p.to_local().data.copy_(value.to_local()),
-    "foreach": lambda p, value: torch._foreach_copy_([p.data], [value]),
+    "list": lambda p, value: torch._foreach_copy_([p], [value]),
+    "list of detached": lambda p, value: torch._foreach_lerp_([p.detach()], [value], 1.0),
+    "list of data": lambda p, value: torch._foreach_copy_([p.data], [value]),
 }
 
 
@@ -112,4 +114,5 @@ def test_weights_written_after_an_evaluation_count_in_the_next_forward(ranks):
 
 
 def test_weights_that_are_kept_on_purpose_are_gathered_anew_when_parameters_are_written(ranks):
-    ranks(2, _written, False, ["in place", "local"])  # nothing tells of the others: reshard() is for them
+    # Nothing tells of the others: reshard() is for them.
+    ranks(2, _written, False, ["in place", "local", "list", "list of detached"])

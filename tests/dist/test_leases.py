@@ -174,29 +174,38 @@ def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
 class Momentum(Net):
     """The second layer is a moving average of the first one, and follows it within the forward."""
 
+    by_list = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query = self.first(x)
         with torch.no_grad():
-            for average, parameter in zip(self.second.parameters(), self.first.parameters()):
-                average.lerp_(parameter.detach(), 0.5)
+            averages, parameters = list(self.second.parameters()), list(self.first.parameters())
+            if self.by_list:
+                torch._foreach_lerp_(averages, parameters, 0.5)
+            else:
+                for average, parameter in zip(averages, parameters):
+                    average.lerp_(parameter.detach(), 0.5)
             key = self.second(x)
         return query * key
 
 
-def _written_in_forward(rank, world):
+def _written_in_forward(rank, world, by_list):
     torch.manual_seed(0)
-    whole = [Momentum() for _ in (1, 3)]
+    choices = [{"strategy": 1}, {"strategy": 3}, {"strategy": 3, "layout": "flat"}]
+    whole = [Momentum() for _ in choices]
     models = [copy.deepcopy(each) for each in whole]
-    for model, strategy in zip(models, (1, 3)):
+    for model, chosen in zip(models, choices):
+        model.by_list = by_list
         for part in (model.first, model.second, model):
-            fully_shard(part, strategy=strategy)
+            fully_shard(part, **chosen)
     for _ in range(2):
         for model, one in zip(models, whole):
             torch.testing.assert_close(model(torch.ones(2, DIM)), one(torch.ones(2, DIM)))
 
 
-def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ranks):
-    ranks(2, _written_in_forward)
+@pytest.mark.parametrize("by_list", [False, True])
+def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ranks, by_list):
+    ranks(2, _written_in_forward, by_list)
 
 
 def _written_by_one_rank(rank, world):
