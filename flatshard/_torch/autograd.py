@@ -78,13 +78,17 @@ def on_grad_read(action: Callable[[bool], None] | None) -> None:
     DTensor.grad = property(read, write, _GRAD.__delete__)  # type: ignore[assignment]
 
 
-def before_accumulation(leaf: torch.Tensor, action: Callable[[], None]) -> object:
-    """Call ``action`` before autograd adds to the ``.grad`` of a leaf, as long as the returned object exists."""
+def accumulation(leaf: torch.Tensor) -> Any:
+    """The node that adds to the ``.grad`` of a leaf. Autograd makes a new one if nothing holds it, as graphs do."""
     with torch.enable_grad():
         behind = _Behind.apply(leaf)  # type: ignore[no-untyped-call]  # torch 2.11 frees its node along with it
-    node: Any = behind.grad_fn.next_functions[0][0]
-    node.register_prehook(lambda _: action())
-    return node
+    return behind.grad_fn.next_functions[0][0]
+
+
+def before_node(node: Any, action: Callable[[], None]) -> RemovableHandle:
+    """Call ``action`` before autograd executes a node."""
+    handle: RemovableHandle = node.register_prehook(lambda _: action())
+    return handle
 
 
 class _Behind(torch.autograd.Function):
@@ -106,11 +110,12 @@ def allow_grad_of(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 # Hooks
 
 
-def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int], list[int]]:
-    """The indices of parameters with a gradient, with tensor hooks, and with post-accumulate hooks."""
+def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The indices of parameters with a gradient, with tensor hooks, with post-accumulate hooks, and in graphs."""
     had_grad: list[int] = []
     changed: list[int] = []
     finished: list[int] = []
+    in_graphs: list[int] = []
     with PlainAttributes():
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
@@ -119,7 +124,10 @@ def grads_and_hooks(parameters: Iterable[torch.Tensor]) -> tuple[list[int], list
                 changed.append(index)
             if parameter._post_accumulate_grad_hooks:
                 finished.append(index)
-    return had_grad, changed, finished
+            # Python counts as one user, and a node that adds to `.grad` as another.
+            if parameter._use_count() > 1:  # type: ignore[attr-defined]
+                in_graphs.append(index)
+    return had_grad, changed, finished, in_graphs
 
 
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:

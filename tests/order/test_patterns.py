@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
-from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
 from tests.order.cases import DIM, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
@@ -81,18 +81,41 @@ def _contrast(rank, world):
     compare(grads_of(model), grads_of(reference))
 
 
+def _size(model):
+    squares = [parameter.square().sum() for parameter in model.parameters()]
+    return 0.1 * sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
+
+
 def _penalty_on_parameters(rank, world):
     """A loss on parameters, outside of any forward: with the rest, and by itself."""
-
-    def size(model):
-        squares = [parameter.square().sum() for parameter in model.parameters()]
-        return 0.1 * sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
-
     model, reference = shard(make()), make()
-    (model(rows(rank)).square().mean() + size(model)).backward()
-    size(model).backward()
-    backward_of_all([reference(rows(who)).square().mean() + 2 * size(reference) for who in range(world)])
+    (model(rows(rank)).square().mean() + _size(model)).backward()
+    _size(model).backward()
+    backward_of_all([reference(rows(who)).square().mean() + 2 * _size(reference) for who in range(world)])
     compare(grads_of(model), grads_of(reference))
+
+
+def _penalty_before_the_forward(rank, world):
+    """Its gradients come at the end of the backward, while reduces of the same parameters are in flight."""
+    reference = make()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        for number in range(2):
+            losses = [reference(rows(who, number)).square().mean() for who in range(world)]
+            backward_of_all([_size(reference) + loss for loss in losses])
+        optimizer.step()
+        optimizer.zero_grad()
+    for in_backward in (False, True):
+        model = shard(make(), reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = fully_shard_optimizer(optimizer, in_backward=True) if in_backward else optimizer
+        for _ in range(2):
+            for number in range(2):
+                with microbatch(model, is_first=number == 0, is_last=number == 1):
+                    (_size(model) + model(rows(rank, number)).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(weights_of(model), weights_of(reference))
 
 
 def _penalty_on_gradients(rank, world):
@@ -197,6 +220,7 @@ def _head_of_another_unit(rank, world):
         _alternation,
         _contrast,
         _penalty_on_parameters,
+        _penalty_before_the_forward,
         _penalty_on_gradients,
         _scaled,
         _whole_matrix_search,

@@ -324,7 +324,7 @@ class Gradients:
 
     def _reduce_to_final(self, gradients: Given, reduction: Reduction, is_last: bool = False) -> None:
         pool, lane = reduction.pool, reduction.pool.lane
-        had_grad, changed, finished = self.main_grads.grads_and_hooks()
+        had_grad, changed, finished, adding = self.main_grads.grads_and_hooks()
         main_grad, fresh, replaced = self.main_grads.take(had_grad, lane, is_last)
         used, factor, unused, on_host = sorted(self._used), self._factor, list[int](), self.home.host
         # Send which params this rank has used, unless all ranks know it: a group of one param is reduced only if all
@@ -335,8 +335,9 @@ class Gradients:
             if len(used) < self.expected:
                 unused = self._unused(had_grad, {*changed, *finished})
         result = sum_dtype(self.reduce_dtype) if self._stages[-1].is_encoded else self.reduce_dtype
-        # Otherwise, hooks of users and the question which parameters other ranks have used come before the step.
-        is_final = is_last and not (finished or unused or self.main_grads.undecided)
+        # Otherwise, hooks of users, what the backward adds itself, and the question which parameters other ranks have
+        # used come before the step.
+        is_final = is_last and not (finished or unused or adding or self.main_grads.undecided)
         stays = on_host and fresh and is_final and self.main_grads.may_stay_on_device(result)
         kept = self._buffer(self.main.placements, result, self._empty) if stays else None
         with lane.after_current_stream():
@@ -393,6 +394,7 @@ class Gradients:
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
+        reduction.guards = [_torch.before_node(node, ticket.wait) for node in adding]
 
     def _finish(self, hooked: Callable[[], Sequence[int]]) -> None:
         """Call post-accumulate hooks. They may step an optimizer and set gradients to None, whose memory is freed."""

@@ -122,7 +122,8 @@ class MainGrads:
         # A backward from sharded parameters adds to the buffer without reading a `.grad`.
         for index, param in enumerate(self.params):
             if index not in self._accumulators and param.sharded.requires_grad:
-                self._accumulators[index] = _torch.before_accumulation(param.sharded, copy_all_to_host)
+                node = self._accumulators[index] = _torch.accumulation(param.sharded)
+                _torch.before_node(node, copy_all_to_host)
 
     def copy_to_host(self) -> None:
         """Copy gradients that have stayed on the device to where they belong."""
@@ -187,12 +188,21 @@ class MainGrads:
                 _torch.allow_grad_of(sharded, grad.dtype)
                 sharded.grad = grad
 
-    def grads_and_hooks(self) -> tuple[list[int], list[int], list[int]]:
-        """`_torch.grads_and_hooks`, also if gradients are decoupled or hidden."""
-        had_grad, changed, finished = _torch.grads_and_hooks(map(_sharded, self.params))
+    def grads_and_hooks(self) -> tuple[list[int], list[int], list[int], list[Any]]:
+        """`_torch.grads_and_hooks`, also if gradients are decoupled or hidden.
+
+        Instead of the parameters in graphs, the nodes with which the running backward itself adds to their gradients:
+        a penalty on sharded parameters is a part of its loss.
+        """
+        had_grad, changed, finished, in_graphs = _torch.grads_and_hooks(map(_sharded, self.params))
         if self.is_decoupled or self.kept is not None:
             had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
-        return had_grad, changed, finished
+        adding = list[Any]()
+        if in_graphs and _torch.in_backward():
+            known = self._accumulators
+            nodes = [known.get(index) or _torch.accumulation(self.params[index].sharded) for index in in_graphs]
+            adding = [node for node in nodes if _torch.will_be_executed(node)]
+        return had_grad, changed, finished, adding
 
     def show(self, indices: Sequence[int]) -> None:
         """Set the gradients of parameters that have none."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.collectives import Tensors
@@ -55,6 +56,7 @@ class Reduction:
     on_final: OnFinal | None = None  # called with ``gradients`` when it has been waited for and they are complete
     gradients: Any = None  # the `Gradients` that it reduces
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
+    guards: Sequence[RemovableHandle] = ()  # hooks of autograd that wait for it before they add to what it writes
     uses: torch.Tensor | None = None  # which params ranks have used (`Uses`), reduced as far as the gradients
     num_params: int = 0  # how many params ``uses`` is about
     resolve_uses: Action = None  # called when the host may wait, if this rank has not used all params
@@ -77,6 +79,8 @@ class Reduction:
         try:
             self.ticket.wait()
         finally:
+            for guard in self.guards:
+                guard.remove()
             if self.writes is not None:
                 self.writes.in_flight -= 1
 
