@@ -13,7 +13,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
-from tests.order.cases import DIM, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
+from tests.order.cases import DIM, Block, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
 
 pytestmark = [pytest.mark.xdist_group("interpreters"), pytest.mark.limit(60)]
 LOOSE = {"rtol": 1e-3, "atol": 1e-4}
@@ -134,6 +134,34 @@ def _penalty_on_gradients(rank, world):
     compare(grads_of(model), grads_of(reference))
 
 
+class _Descent(Block):
+    """Goes down the gradient of an energy of its input, as implicit layers and models of forces do."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return x - 0.1 * gradient
+
+
+class _Descents(Chain):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Descent() for _ in range(3))
+
+
+def _gradients_within_a_forward(rank, world):
+    """The backward of a part of the unit, up to its input, while the forward of the unit is running."""
+    for kwargs in ({}, {"reshard_after_forward": False}):
+        model, reference = shard(make(_Descents), **kwargs), make(_Descents)
+        for number in range(2):
+            with torch.no_grad():
+                model(rows(rank, number))
+            model(rows(rank, number)).square().mean().backward()
+            backward_of_all([reference(rows(who, number)).square().mean() for who in range(world)])
+        compare(grads_of(model), grads_of(reference))
+
+
 def _scaled(rank, world):
     """Float16 under a GradScaler; one step of three overflows and is left out."""
     model, reference = shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)), make()
@@ -222,6 +250,7 @@ def _head_of_another_unit(rank, world):
         _penalty_on_parameters,
         _penalty_before_the_forward,
         _penalty_on_gradients,
+        _gradients_within_a_forward,
         _scaled,
         _whole_matrix_search,
         _factored,
