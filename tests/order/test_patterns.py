@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer, microbatch
 from tests.order.cases import DIM, Block, Chain, backward_of_all, compare, grads_of, make, rows, shard, weights_of
@@ -145,15 +147,23 @@ class _Descent(Block):
 
 
 class _Descents(Chain):
-    def __init__(self):
+    def __init__(self, recomputes):
         super().__init__()
-        self.blocks = nn.ModuleList(_Descent() for _ in range(3))
+        self.blocks, self.recomputes = nn.ModuleList(_Descent() for _ in range(3)), recomputes
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.output(self.norm(x))
 
 
 def _gradients_within_a_forward(rank, world):
-    """The backward of a part of the unit, up to its input, while the forward of the unit is running."""
-    for kwargs in ({}, {"reshard_after_forward": False}):
-        model, reference = shard(make(_Descents), **kwargs), make(_Descents)
+    """The backward of a part of the unit, up to its input, while the forward of the unit is running.
+
+    With checkpointing, this backward recomputes the forward that is running.
+    """
+    for recomputes, kwargs in itertools.product((False, True), ({}, {"reshard_after_forward": False})):
+        model, reference = shard(make(_Descents, recomputes), **kwargs), make(_Descents, recomputes)
         for number in range(2):
             with torch.no_grad():
                 model(rows(rank, number))

@@ -342,6 +342,8 @@ class Unit(FullWeights):
             return
         explain(sys.exc_info()[1], self.rows is not None)
         call.running.pop(id(module))  # also if a recompute stops early
+        if call.outer is not None and not call.running:
+            self.call = call.outer  # a forward that goes on: the recompute was for a backward within it
         root = self.root
         if self.phase is Phase.FORWARD and not _torch.in_backward() and root is not None and root.entry == self.index:
             root.entry = None  # so that the next forward starts a new pass
