@@ -394,7 +394,8 @@ class Gradients:
         self._used = set()
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
-        reduction.guards = [_torch.before_node(node, ticket.wait) for node in adding]
+        if adding:
+            reduction.guards = [_torch.before_node(node, ticket.wait) for node in adding]
 
     def _finish(self, hooked: Callable[[], Sequence[int]]) -> None:
         """Call post-accumulate hooks. They may step an optimizer and set gradients to None, whose memory is freed."""

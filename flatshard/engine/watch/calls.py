@@ -90,7 +90,7 @@ class Call:
 
     def is_running(self, run: weakref.ref[ModuleForward]) -> bool:
         """Whether the forward of the module has not ended: it computes the gradient of its input itself."""
-        return bool(self.running) and any(each is run() for each in self.running.values())
+        return any(each is run() for each in self.running.values())
 
     @property
     def has_read(self) -> bool:
@@ -231,7 +231,7 @@ def _post_backward_hook(
     watcher, known = unit(), call()
     if watcher is None:
         refuse_orphan()
-    elif known is not None and not known.is_running(run):
+    elif known is not None and not (known.running and known.is_running(run)):
         known._watched[run] = True
         known.passed = not known.unwatched and False not in known._watched.values()
         watcher.post_backward()
