@@ -120,6 +120,18 @@ def _penalty_before_the_forward(rank, world):
         compare(weights_of(model), weights_of(reference))
 
 
+def _penalty_after_a_micro_batch(rank, world):
+    """By itself, while reduces of the same parameters are in flight: only the last micro-batch waits for them."""
+    model, reference = shard(make()), make()
+    for number in range(2):
+        with microbatch(model, is_first=number == 0, is_last=number == 1):
+            model(rows(rank, number)).square().mean().backward()
+            _size(model).backward()
+        losses = [reference(rows(who, number)).square().mean() for who in range(world)]
+        backward_of_all([loss + _size(reference) for loss in losses])
+    compare(grads_of(model), grads_of(reference))
+
+
 def _penalty_on_gradients(rank, world):
     """A backward through a backward."""
     model, reference = shard(make()), make()
@@ -259,6 +271,7 @@ def _head_of_another_unit(rank, world):
         _contrast,
         _penalty_on_parameters,
         _penalty_before_the_forward,
+        _penalty_after_a_micro_batch,
         _penalty_on_gradients,
         _gradients_within_a_forward,
         _scaled,

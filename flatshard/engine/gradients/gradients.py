@@ -395,7 +395,7 @@ class Gradients:
         self.main_grads.in_flight += 1
         reduction.ticket, reduction.writes = ticket, self.main_grads
         if adding:
-            reduction.guards = [_torch.before_node(node, ticket.wait) for node in adding]
+            reduction.guard(adding, ticket.wait)
 
     def _finish(self, hooked: Callable[[], Sequence[int]]) -> None:
         """Call post-accumulate hooks. They may step an optimizer and set gradients to None, whose memory is freed."""

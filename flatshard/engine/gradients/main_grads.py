@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +125,16 @@ class MainGrads:
                 node = self._accumulators[index] = _torch.accumulation(param.sharded)
                 _torch.before_node(node, copy_all_to_host)
 
+    def accumulations(self, indices: Iterable[int]) -> list[Any]:
+        """The nodes with which autograd adds to the gradients of these parameters."""
+        known = self._accumulators
+        return [known.get(index) or _torch.accumulation(self.params[index].sharded) for index in indices]
+
+    @property
+    def trained(self) -> list[int]:
+        """The parameters that may get gradients."""
+        return [index for index, param in enumerate(self.params) if param.sharded.requires_grad]
+
     def copy_to_host(self) -> None:
         """Copy gradients that have stayed on the device to where they belong."""
         reduced, self.on_device = self.on_device, None
@@ -199,9 +209,7 @@ class MainGrads:
             had_grad = [index for index in range(len(self.params)) if self._grad(index) is not None]
         adding = list[Any]()
         if in_graphs and _torch.in_backward():
-            known = self._accumulators
-            nodes = [known.get(index) or _torch.accumulation(self.params[index].sharded) for index in in_graphs]
-            adding = [node for node in nodes if _torch.will_be_executed(node)]
+            adding = [node for node in self.accumulations(in_graphs) if _torch.will_be_executed(node)]
         return had_grad, changed, finished, adding
 
     def show(self, indices: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Lane, Op, Pool, Ticket
 from flatshard.buffer.collectives import Tensors
 from flatshard.buffer.dbuffer import held_by_this_rank
@@ -56,7 +57,7 @@ class Reduction:
     on_final: OnFinal | None = None  # called with ``gradients`` when it has been waited for and they are complete
     gradients: Any = None  # the `Gradients` that it reduces
     reduced: Reduced | None = None  # the result, if it is to be copied to host memory, unless `on_final` uses it
-    guards: Sequence[RemovableHandle] = ()  # hooks of autograd that wait for it before they add to what it writes
+    guards: list[tuple[Any, RemovableHandle]] = field(default_factory=list)  # nodes and their hooks, of `guard`
     uses: torch.Tensor | None = None  # which params ranks have used (`Uses`), reduced as far as the gradients
     num_params: int = 0  # how many params ``uses`` is about
     resolve_uses: Action = None  # called when the host may wait, if this rank has not used all params
@@ -64,6 +65,10 @@ class Reduction:
     def copy_uses(self, counts: torch.Tensor) -> None:
         assert self.uses is not None
         counts.copy_(self.uses)
+
+    def guard(self, nodes: Sequence[Any], action: Callable[[], None]) -> None:
+        """Until `wait`, call ``action`` before autograd executes these nodes, which add to what the reduce writes."""
+        self.guards += [(node, _torch.before_node(node, action)) for node in nodes]
 
     def conceal(self) -> None:
         """Set the gradients that were set at its launch to None, until `show`."""
@@ -79,8 +84,9 @@ class Reduction:
         try:
             self.ticket.wait()
         finally:
-            for guard in self.guards:
-                guard.remove()
+            for _, hook in self.guards:
+                hook.remove()
+            self.guards.clear()
             if self.writes is not None:
                 self.writes.in_flight -= 1
 

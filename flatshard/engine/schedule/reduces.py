@@ -207,6 +207,9 @@ class Reduces:
         if joins:
             self.join()
         else:
+            for reduction in self.in_flight:  # autograd adds to a `.grad` without reading it: a penalty on parameters
+                if reduction.writes is not None:
+                    reduction.guard(reduction.writes.accumulations(reduction.writes.trained), join_reduces)
             self.join_later()
 
     def join_later(self, *_: object) -> None:
