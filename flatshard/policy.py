@@ -385,8 +385,7 @@ SEPARATE_GROUPS = True  # the default of SchedulePolicy.separate_groups (decisio
 class SchedulePolicy:
     """How far communication runs ahead. Given to the root, it applies to all units below it.
 
-    ``prefetch``: gather the next units ahead, in the recorded order. False: gather each unit when it is needed, as one
-    rank alone always does.
+    ``prefetch``: gather the next units ahead, in the recorded order. False: gather each unit when it is needed.
     ``async_reduce``: let reduces overlap compute. False: wait for each reduce where it is launched.
     ``max_gathered``: how many units are gathered at a time (the one in use and prefetched ones), not counting units
     that are kept and units on another mesh than the root's (experts in a block); at least 1.

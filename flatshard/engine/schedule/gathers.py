@@ -38,9 +38,7 @@ class Gathers:
         self._units = [weakref.ref(unit) for unit in units]
         self._apart = frozenset(_experts(units)) if len(root.meshes) > 1 else frozenset[int]()
         self._keeps_for_next = bool(policy.keep_for_next) and not root.has_optional
-        # The gathers of one rank wait for nobody, and the host enqueues them ahead of the device anyway: a prefetched
-        # unit would only add to the peak.
-        self._prefetches = policy.prefetch and any(mesh.size() > 1 for mesh in root.meshes)
+        self._is_alone = all(mesh.size() == 1 for mesh in root.meshes)
 
     @property
     def units(self) -> list[Unit]:
@@ -107,7 +105,7 @@ class Gathers:
 
         ``is_released``: a backward has released ``unit``, and the next units take its place.
         """
-        if not self._prefetches:
+        if not self._policy.prefetch:
             return
         backward = self._program.running is Pass.BACKWARD
         explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
@@ -117,6 +115,8 @@ class Gathers:
                 if other is not None and not other.is_gathered and other.rows is None:
                     self.launch(other, is_prefetch=True)
             return
+        if backward and self._is_alone and not self._program.left:
+            return  # beside the loss it would add to the peak; one rank waits only for its own copy of one unit
         room = self._policy.max_gathered - (unit.index in self._apart if is_released else 1)
         bytes_ahead = self._policy.max_gathered_bytes
         for index in self._program.upcoming:
