@@ -233,6 +233,22 @@ def test_skipped_units_that_were_prefetched_do_not_stay_gathered(ranks, max_gath
     ranks(2, _skipped, max_gathered)
 
 
+def _beside_the_loss(rank: int, world: int) -> None:
+    model = sharded_chain()
+    warm(model)
+    last, seen = unit_of(model.blocks[-1]), []
+    model.blocks[-1][0].register_full_backward_pre_hook(lambda *_: seen.append(last.is_gathered))
+    out = model(torch.ones(2, DIM))
+    out.register_hook(lambda _: seen.append(last.is_gathered))  # called when the unit of the loss has been reached
+    out.sum().backward()
+    assert seen == [world > 1, True]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_alone_does_not_prefetch_beside_the_loss(ranks, world):
+    ranks(world, _beside_the_loss)
+
+
 class _Log(deque[Ticket]):
     """A lane's history that also writes down the names of what is launched."""
 
