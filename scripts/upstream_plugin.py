@@ -353,10 +353,17 @@ def first_error(text: str) -> str:
 def _parts(items: list[pytest.Item]) -> deque[deque[int]]:
     """Numbers of tests that have not been skipped before, in parts that run together, of all files in turns.
 
-    So what a stop leaves is a part of every file.
+    Of a class, the first cases of all functions come first. So what a stop leaves is a part of every file and function.
     """
     files: dict[Path, list[deque[int]]] = {}
+    classes: dict[pytest.Collector | None, int] = {}
+    cases, order = Counter[tuple[object, str]](), list[tuple[int, int, int]]()
     for number, item in enumerate(items):
+        function = item.parent, item.name.partition("[")[0]
+        order.append((classes.setdefault(item.parent, len(classes)), cases[function], number))
+        cases[function] += 1
+    for *_, number in sorted(order):
+        item = items[number]
         if item.nodeid not in _SETTINGS["skipped"]:
             parts = files.setdefault(item.path, [])
             if not parts or len(parts[-1]) == _TOGETHER or items[parts[-1][-1]].parent is not item.parent:
