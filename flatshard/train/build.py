@@ -112,6 +112,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, me
     table = _table(model)
     if settings.rows and table is None:
         raise Mistake("--rows: the embedding of --model is tied to its head, which needs all rows; leave --rows out")
+    on_host = CPUOffloadPolicy(device_grad_bytes=int(1e9 * settings.device_grads))
     tables = [table] if table is not None and (settings.rows or is_large(table, blocks)) else []
     for module in (*tables, *blocks, model):
         fully_shard(
@@ -123,7 +124,7 @@ def shard(model: nn.Module, blocks: list[nn.Module], settings: TrainSettings, me
             outer_strategy="optim" if settings.strategy == "hfsdp" else None,
             layout=settings.layout,
             reshard_after_forward=None if settings.reshard else False,
-            offload_policy=CPUOffloadPolicy() if settings.offload else OffloadPolicy(),
+            offload_policy=on_host if settings.offload else OffloadPolicy(),
         )
 
 

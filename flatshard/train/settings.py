@@ -20,7 +20,7 @@ FILE = "settings.yaml"  # the file in the folder of a run that holds its setting
 # Settings that may change when a run is continued.
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
-_FREE |= {"in_backward", "tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
+_FREE |= {"device_grads", "in_backward", "tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
 
 
 class Mistake(ValueError):
@@ -111,6 +111,7 @@ class TrainSettings:
     layout: Literal["tensor", "flat", "auto"] = "tensor"  # layout of parameters in buffers
     reshard: bool = True  # free the weights of a block after forward, and all-gather them again in backward
     offload: bool = False  # keep main weights and optimizer state in host memory
+    device_grads: float = 0.0  # with --offload: GB of gradients that stay on the device until the step
     in_backward: bool = False  # step each block when its gradients are complete, and free them (needs --clip 0)
     precision: Literal["float32", "bfloat16"] = "float32"  # compute dtype; main weights stay float32
     gather_format: Literal["none", "int8", "float8", "auto"] = "none"  # encoding of weights in all-gathers
@@ -152,7 +153,7 @@ class TrainSettings:
             self._require(name, lambda value: value >= 1, "at least 1")
         for name in ("warmup", "sample", "experts", "loss_chunk", "val_every", "sample_every", "end_token"):
             self._require(name, lambda value: value >= 0, "0 or more")
-        for name in ("weight_decay", "clip", "temperature"):
+        for name in ("weight_decay", "clip", "temperature", "device_grads"):
             self._require(name, lambda value: 0 <= value < math.inf, "0 or more, and finite")
         self._require("lr", lambda value: 0 < value < math.inf, "more than 0, and finite")
         self._require("seed", lambda value: 0 <= value < 2**32, "0 or more, and below 2^32")
@@ -172,6 +173,9 @@ class TrainSettings:
             if not self.clip:
                 what, reason = "--optimizer muon", "Muon needs the gradients of all matrices; use another optimizer"
             raise Mistake(f"--in-backward with {what}: {reason}")
+        if self.device_grads and (self.in_backward or not self.offload):
+            what = "with --in-backward: it frees gradients" if self.in_backward else "without --offload: they all stay"
+            raise Mistake(f"--device-grads {what}; leave it out")
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
