@@ -34,7 +34,7 @@ from flatshard._torch.groups import (
     PrefixStore, TCPStore, backend_name, backend_of, backends_of, default_store, limit_of, lost_a_peer, new_group,
     timeout_of,
 )
-from flatshard._torch.optimizers import loading_to_host, put_scheduler_patch, take_scheduler_patch
+from flatshard._torch.optimizers import has_step_pre_hooks, loading_to_host, put_scheduler_patch, take_scheduler_patch
 from flatshard._torch.tensors import (
     handle, is_made_of_others, is_wrapper, map_leaves, no_torch_function, pytree_leaves, storage_id, storage_of,
     tree_flatten, tree_unflatten, unhandled, wrapper_like, writes,

@@ -1,4 +1,4 @@
-"""Optimizers: uses the wrapper of learning-rate schedulers around a step, and the rule by which state is loaded."""
+"""Optimizers: uses the wrapper of learning-rate schedulers around a step, hooks, and the rule that loads state."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def put_scheduler_patch(optimizer: Optimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.__dict__["step"] = tracked
+
+
+def has_step_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has hooks of ``register_step_pre_hook``."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 @contextmanager

@@ -120,6 +120,8 @@ class LocalStep:
                 del by_gradients[gradients]
         if not self._is_current(optimizer) or not self._public_is_unchanged():
             return None
+        if _torch.has_step_pre_hooks(optimizer):  # they may change gradients and hyperparameters
+            return None
         ready: list[FlatParam] = []
         with _torch.PlainAttributes():  # reading gradients otherwise waits for all reduces
             for gradients, flat_params in by_gradients.items():

@@ -126,6 +126,29 @@ def test_more_backwards_and_clipping_are_refused(ranks):
     ranks(2, _misused)
 
 
+def _hooked(rank, world):
+    def halve(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    found = []
+    for early in (False, True):
+        model = shard_net(make_net())
+        optimizer = fully_shard_optimizer(OPTIMIZERS["momentum"](model.parameters()), in_backward=early)
+        optimizer.register_step_pre_hook(halve)
+        for tokens in batches(3, ROWS):
+            loss_of(model, tokens.chunk(world)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(_locals(model.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_before_a_step_see_and_change_all_gradients(ranks):
+    ranks(2, _hooked)
+
+
 def _scaled(rank, world, fused):
     model = shard_net(make_net())
     before = [local.detach().clone() for local in _locals(model.parameters())]
