@@ -5,6 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flatshard import MixedPrecisionPolicy, fully_shard_optimizer
+from flatshard.buffer import DBuffer
 from flatshard.engine.units.unit import unit_of
 from tests.dist.models import assert_rows, batches, loss_of, make_net
 from tests.dist.test_engine import shard_net
@@ -71,6 +72,35 @@ def test_a_forward_does_not_refresh_again_what_was_refreshed_by_hand(ranks):
     for automatic, by_hand in ranks(2, _refreshed_once, "optim_grads"):
         assert automatic[0] == 0
         assert by_hand[0] == by_hand[1] == automatic[1] > 0
+
+
+def _refreshed_twice(rank, world, strategy):
+    model = sharded((1, strategy, None), world)
+    running, launch = {}, DBuffer.gather_in_place
+
+    def gather(self, *args, **kwargs):
+        before = running.get(self)
+        assert before is None or not before._works, "an all-gather writes to this buffer"
+        running[self] = ticket = launch(self, *args, **kwargs)
+        return ticket
+
+    tokens = next(batches(1, ROWS)).chunk(world)[rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, tokens).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DBuffer, "gather_in_place", gather)
+        model.hold_weights()
+        optimizer.step()
+        model.refresh_weights()
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        output_of(model, tokens)
+    assert running
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_a_refresh_waits_for_the_one_before(ranks, strategy):
+    ranks(2, _refreshed_twice, strategy)
 
 
 def _synchronised(rank, world, cases):

@@ -162,6 +162,8 @@ class Compute(Source):
                 self.buffer = buffer
             if not self.is_stale or not buffer.runs():
                 return buffer, self.done
+            if lane.stream is None:
+                self.done.wait()  # the CPU may run this all-gather beside an earlier one that nothing has waited for
             fetched, wire = self._home.on_device(main, pool), buffer
             if isinstance(codec, Cast):
                 codec.encode(fetched.runs(), buffer.runs(main.held))
