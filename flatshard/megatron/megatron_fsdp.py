@@ -133,6 +133,9 @@ class MegatronFSDP(nn.Module):
             utils.register_memory(None, index.dp_mesh)  # raises before anything is changed
         strategy: Any = config.data_parallel_sharding_strategy
         if not classes and strategy in (3, "optim_grads_params"):
+            if config.outer_dp_sharding_strategy in (1, "optim"):
+                reason = "without it, parameters are replicated, as in Megatron-FSDP"
+                raise ValueError(f"outer_dp_sharding_strategy='optim' needs fsdp_unit_modules: {reason}")
             strategy = "no_shard"  # as in Megatron-FSDP: without units, parameters are replicated
         choices = {"layout": layout, "strategy": strategy, "values": utils.initial_values()}
         choices |= {"mp_policy": engine_policy(self.mp_policy), "schedule": schedule_of(config)}

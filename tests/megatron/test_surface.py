@@ -663,6 +663,8 @@ def _refusals(rank, world):
         zero_dp_strategy=2,
         outer_dp_sharding_strategy=1,
     )
+    with pytest.raises(ValueError, match="needs fsdp_unit_modules"):
+        fully_shard_model(make_net(depth=1), **hybrid, dp_outer_dim="outer", outer_dp_sharding_strategy=1)
     index = FSDPDistributedIndex(mesh, "dp", tp_dim="tp")
     for name in ("check_for_large_grads", "reduce_scatter_with_fp32_accumulation", "delay_wgrad_compute"):
         with pytest.raises(NotImplementedError, match=name):
