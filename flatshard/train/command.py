@@ -73,4 +73,5 @@ def check_data(settings: TrainSettings) -> None:
     size = len(bundled_text()) if path is None else path.stat().st_size
     if size <= settings.context:
         source = path or "the bundled text"
-        raise Mistake(f"{source} has {size} bytes; --context {settings.context} needs more: give a smaller --context")
+        needs = f"--context {settings.context} needs more: give a smaller --context, or more data"
+        raise Mistake(f"{source} has {size} bytes; {needs}")

@@ -219,7 +219,7 @@ def _check(text: Text, settings: TrainSettings) -> None:
         what = "bytes" if text.tokenizer is None and text.vocab == 256 else "tokens"
         part = f", {held} of them for validation" if settings.val_every else ""
         size = f"{data} has {len(text.tokens)} {what}{part}"
-        raise Mistake(f"{size}; --context {context} needs more: give a smaller --context")
+        raise Mistake(f"{size}; --context {context} needs more: give a smaller --context, or more data")
     # On a GPU, a kernel would fail without naming the token.
     most = int(text.tokens.numpy().max())  # torch has no maximum of unsigned integers; 1 GB takes a tenth of a second
     if most >= text.vocab:

@@ -132,7 +132,7 @@ def short_file(tmp_path):
     [
         ("--data no/such/file", "--data no/such/file: No such file or directory"),
         ("--data {folder}", "--data {folder}: not a file"),
-        ("--data {short}", "{short} has 9 bytes; --context 128 needs more: give a smaller --context"),
+        ("--data {short}", "{short} has 9 bytes; --context 128 needs more: give a smaller --context, or more data"),
         ("--processes 3", "--batch 8: must be a multiple of the number of processes, 3"),
         ("--processes 0", "--processes 0: must be at least 1"),
         ("--steps -1", "--steps -1: must be at least 1"),
