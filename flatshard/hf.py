@@ -59,7 +59,7 @@ def _saving_on_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(getattr(self, "config", None), "distributed_config", None) is not None
         if theirs or len(args) > 1 or kwargs.get("state_dict") is not None:
             return method(self, save_directory, *args, **kwargs)
-        ranks, adapters = Exchange("checkpoint_save"), _adapters(self)
+        ranks, adapters = Exchange("control"), _adapters(self)
         streams = adapters is None and kwargs.get("safe_serialization", True)  # an argument of Transformers 4
         modules = _safetensors_users(type(self)) if streams else []
         requests = _GatherRequests(self, ranks)

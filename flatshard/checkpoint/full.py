@@ -190,7 +190,7 @@ def export_safetensors(
     _arguments.whole_number("bucket_bytes", bucket_bytes, 1)
     check_dtype(dtype)
     stored_names.check_names(names)
-    ranks = Exchange("checkpoint_save")
+    ranks = Exchange("control")  # not the group of `save`, whose thread may be using it
     files = plan_files(named_tensors(model), limit, dtype, names)
     on_all_ranks(ranks, lambda: folder.mkdir(parents=True, exist_ok=True) if ranks.rank == 0 else None)
     pieces = stored_tensors(model, bucket_bytes, None, names)

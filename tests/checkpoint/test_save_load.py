@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from flatshard import fully_shard, fully_shard_optimizer
-from flatshard.checkpoint import CheckpointError, latest, load, save, saving, verify
+from flatshard.checkpoint import CheckpointError, export_safetensors, latest, load, save, saving, verify
 from tests.checkpoint.cases import (
     ENDS,
     PLACES,
@@ -190,6 +190,29 @@ def _in_background(rank, world, folder):
 
 def test_asynchronous(ranks, tmp_path):
     ranks(2, _in_background, str(tmp_path))
+
+
+def _export_during_a_save(rank, world, folder):
+    model = fully_shard(torch.nn.Linear(64, 64))
+    gate, write = threading.Event(), saving.write_snapshot
+
+    def held(*args):
+        assert rank == 0 or gate.wait(20)  # the save of rank 0 is ahead of its export, that of the others behind
+        write(*args)
+
+    saving.write_snapshot = held
+    try:
+        pending = save(f"{folder}/saved", model, asynchronous=True)
+        export_safetensors(model, f"{folder}/exported")
+        gate.set()
+        pending.wait()
+    finally:
+        saving.write_snapshot = write
+    verify(f"{folder}/saved")
+
+
+def test_an_export_during_a_save_does_not_mix_with_it(ranks, tmp_path):
+    ranks(2, _export_during_a_save, str(tmp_path))
 
 
 def test_the_newest_are_kept(tmp_path):
