@@ -91,9 +91,8 @@ def save(
     _arguments.optimizer(optimizer)
     if keep_last is not None:
         _arguments.whole_number("keep_last", keep_last, 1)
-    if _last is not None:
-        _last.wait()
     ranks = Exchange("checkpoint_save")
+    on_all_ranks(ranks, lambda: None if _last is None else _last.wait())  # a rank may have asked for its error already
     state = {} if optimizer is None else saved_state(optimizer)
 
     def prepare() -> Snapshot:

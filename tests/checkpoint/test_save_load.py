@@ -192,6 +192,23 @@ def test_asynchronous(ranks, tmp_path):
     ranks(2, _in_background, str(tmp_path))
 
 
+def _one_rank_waits(rank, world, folder):
+    model = fully_shard(torch.nn.Linear(6, 6))
+    failing = save(f"{folder}/file/a", model, asynchronous=True)
+    if rank == 0:
+        with pytest.raises(CheckpointError, match="NotADirectory"):
+            failing.wait()
+    with pytest.raises(CheckpointError, match="NotADirectory"):
+        save(f"{folder}/b", model)
+    save(f"{folder}/c", model)
+    return sorted(os.listdir(folder))
+
+
+def test_an_error_that_one_rank_has_asked_for_is_raised_on_all(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    assert ranks(2, _one_rank_waits, str(tmp_path)) == [["c", "file"]] * 2
+
+
 def _export_during_a_save(rank, world, folder):
     model = fully_shard(torch.nn.Linear(64, 64))
     gate, write = threading.Event(), saving.write_snapshot
