@@ -105,8 +105,13 @@ def save(
 
     snapshot = on_all_ranks(ranks, prepare)
     digest = hashlib.sha256(repr(list(snapshot.tensors.items())).encode()).hexdigest()
-    digests, possible_replicas, samples = zip(*from_all_ranks(ranks, [digest, *snapshot.describe_replicas()]))
+    told = from_all_ranks(ranks, [path.name, digest, *snapshot.describe_replicas()])
+    names, digests, possible_replicas, samples = zip(*told)
     for rank, each in enumerate(digests):
+        if names[rank] != names[0]:
+            raise CheckpointError(
+                f"rank {rank} saves to '{names[rank]}' and rank 0 to '{names[0]}'; nothing saved, use one path"
+            )
         if each != digests[0]:
             raise CheckpointError(
                 f"rank {rank} has tensors of other names, shapes or dtypes than rank 0; nothing saved"

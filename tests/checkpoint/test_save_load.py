@@ -209,6 +209,18 @@ def test_an_error_that_one_rank_has_asked_for_is_raised_on_all(ranks, tmp_path):
     assert ranks(2, _one_rank_waits, str(tmp_path)) == [["c", "file"]] * 2
 
 
+def _own_paths(rank, world, folder):
+    model = fully_shard(torch.nn.Linear(6, 6))
+    with pytest.raises(CheckpointError, match="rank 1 saves to 'at-1' and rank 0 to 'at-0'"):
+        save(f"{folder}/at-{rank}", model)
+    save(f"{folder}/both", model)
+    return sorted(os.listdir(folder))
+
+
+def test_ranks_that_save_to_other_paths_are_named(ranks, tmp_path):
+    assert ranks(2, _own_paths, str(tmp_path)) == [["both"]] * 2
+
+
 def _export_during_a_save(rank, world, folder):
     model = fully_shard(torch.nn.Linear(64, 64))
     gate, write = threading.Event(), saving.write_snapshot
