@@ -39,9 +39,8 @@ class DBuffer:
         numel = layout.buffer_numel(self.held.count)
         if local.shape != (numel,):
             raise ValueError(f"local has shape {tuple(local.shape)}; placements {self.placements} need ({numel},)")
-        self._runs: dict[Holding, list[torch.Tensor]] = {}
-        self._all_runs: list[torch.Tensor] | None = None  # those of `held`
-        self._parts: Parts | None = None  # how to split `local` into these
+        self._runs: dict[Holding | None, list[torch.Tensor]] = {}  # None: those of `held`
+        self._parts: Parts | None = None  # how to split `local` into the runs of `held`
         self._gathers: list[tuple[Sequence[Placement], Lane, DBuffer | None, list[Gather]]] = []
 
     def like(self, local: torch.Tensor) -> DBuffer:
@@ -123,22 +122,18 @@ class DBuffer:
 
     def runs(self, held: Holding | None = None) -> list[torch.Tensor]:
         """Per non-empty segment, the run of ``held`` (default: all that this buffer holds) as a view of ``local``."""
-        found = self._all_runs if held is None else self._runs.get(held)
-        if found is not None:
-            return found
-        if held is None:
-            if self._parts is None:
-                self._parts = self.layout.run_parts(self.held.count, 0, self.held.count)
-            sizes, are_runs = self._parts
-        elif self.held.contains(held):
-            sizes, are_runs = self.layout.run_parts(self.held.count, held.first - self.held.first, held.count)
-        else:
-            raise ValueError(f"pieces {held} do not lie in {self.held}")
-        found = list(compress(self.local.split_with_sizes(sizes), are_runs))  # one split is cheaper than many slices
-        if held is None:
-            self._all_runs = found
-        else:
-            self._runs[held] = found
+        found = self._runs.get(held)
+        if found is None:
+            if held is None:
+                if self._parts is None:
+                    self._parts = self.layout.run_parts(self.held.count, 0, self.held.count)
+                sizes, are_runs = self._parts
+            elif self.held.contains(held):
+                sizes, are_runs = self.layout.run_parts(self.held.count, held.first - self.held.first, held.count)
+            else:
+                raise ValueError(f"pieces {held} do not lie in {self.held}")
+            # One split is cheaper than many slices.
+            found = self._runs[held] = list(compress(self.local.split_with_sizes(sizes), are_runs))
         return found
 
     def cast(self, dtype: torch.dtype) -> DBuffer:

@@ -30,7 +30,7 @@ from flatshard.optim.local_step import early_optimizer
 _Where = tuple[DeviceMesh | None, tuple[int, ...]]
 # A local gradient: what the norm is computed of, and what is scaled. None: a `Reduced`, which is told the factor.
 _Gradient = tuple[torch.Tensor, torch.Tensor | None]
-_ROWS = 256
+_ROWS = 256  # more than there are threads; each must have as many elements, or rows do not pay
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def test_the_host_does_as_much_per_unit_for_any_number_of_units_and_ranks(little
     # Within what the interpreter may do in between, such as calling finalizers.
     assert calls[16, 8] - calls[8, 8] == pytest.approx(2 * (calls[8, 8] - calls[4, 8]), rel=0.01)
     assert calls[8, 256] == pytest.approx(calls[8, 8], rel=0.01)
-    assert calls[16, 8] - calls[8, 8] <= 8 * 247  # 242 on Python 3.11 and torch 2.13, with the model's own 53
+    assert calls[16, 8] - calls[8, 8] <= 8 * 247  # 244 on Python 3.11 and torch 2.13, with the model's own 53
     assert launches == {point: 3 * point[0] for point in rows}
     assert {point: row["bytes"] for point, row in rows.items()} == {
         point: row["formula_bytes"] for point, row in rows.items()

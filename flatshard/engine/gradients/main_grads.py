@@ -66,7 +66,7 @@ class MainGrads:
         self.buffer: DBuffer | None = None
         self.shown: list[DTensor] = []
         self.on_device: Reduced | None = None  # the values, until they are read; the buffer has none then
-        self._accumulators: dict[int, object] = {}
+        self._accumulators: dict[int, object] = {}  # nodes of autograd that copy what is on the device before they add
         self.in_flight = 0  # reduces that write here
         # Params that this rank has not used, while it does not know whether another rank has.
         self.undecided: Counter[int] = Counter()

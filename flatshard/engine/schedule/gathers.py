@@ -110,7 +110,7 @@ class Gathers:
         backward = self._program.running is Pass.BACKWARD
         explicit = unit.intent.prefetch_in_backward if backward else unit.intent.prefetch_in_forward
         if explicit is not None:
-            for module in (ref() for ref in explicit) if not is_released else ():  # which was done when it began
+            for module in () if is_released else (ref() for ref in explicit):  # they were prefetched when it began
                 other = None if module is None else unit_of(module)
                 if other is not None and not other.is_gathered and other.rows is None:
                     self.launch(other, is_prefetch=True)
