@@ -520,6 +520,10 @@ def _groups(rank, world):
     with pytest.raises(RuntimeError, match="start_param_sync"):
         other.param_and_grad_buffer.all_gather_parameters()
     assert isinstance(sharded().param_and_grad_buffer.weight_alloc, StorageResizeBasedBucketAllocator)
+    unnamed = sharded(mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None))
+    for group in unnamed.param_and_grad_buffer.parameter_groups:
+        assert group.main_weight_buffer is None
+        assert group.model_weight_buffer.data.dtype == torch.float32
 
 
 def test_groups_and_pools_of_a_model(ranks):

@@ -45,9 +45,14 @@ class ParameterGroup:
     is_expert_param = property(lambda self: is_expert(self.params[0]))
     dtype = property(lambda self: self.engine.codec.dtype, doc="That of compute weights.")
     grad_dtype = property(lambda self: self.engine.gradients.grad_dtype, doc="That of reduced gradients.")
-    main_weight = main_weight_buffer = property(lambda self: self._view(self.engine.main))
+    main_weight = property(lambda self: self._view(self.engine.main))
     main_grad = property(lambda self: self._view(self.engine.gradients.main_grads.buffer))
     _unsharded_model_weight = property(lambda self: self._view(self.engine.source.buffer))
+
+    @property
+    def main_weight_buffer(self) -> Any:
+        """Main weights, if the policy names their dtype; None for frozen parameters."""
+        return self.main_weight if self.engine.policy.main_dtype is not None and self.requires_grad else None
 
     @property
     def model_weight_buffer(self) -> Any:
