@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     run.add_argument("--total", type=float, default=0, help="seconds for one system; tests left over are not run")
     run.add_argument("--mps", action="store_true", help="let ranks share the device by NVIDIA's Multi-Process Service")
     run.add_argument("--path", action="append", default=[], type=Path, help="a folder of packages that tests import")
-    run.add_argument("--known", action="append", default=[], type=Path, help="results; what they skipped is left out")
+    run.add_argument("--resume", action="store_true", help="keep the results in the folder; run what they lack")
     run.add_argument("-k", default="", help="tests whose names match, as with pytest")
     compare = commands.add_parser("compare", help="what the control passes and flatshard does not")
     compare.add_argument("folder", type=Path)
@@ -100,11 +100,12 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
     if not chosen:
         raise SystemExit(f"{checkout} has none of {', '.join(_FILES[arguments.suite])}")
     results = arguments.out.resolve() / f"{arguments.suite}-{system}.jsonl"
-    known = list(arguments.known)
-    if system != "control":
-        known.append(arguments.out / f"{arguments.suite}-control.jsonl")
-    skipped = {test for path in known for test, each in read(path).items() if each["outcome"] == "skipped"}
-    results.write_text("")
+    control = read(arguments.out / f"{arguments.suite}-control.jsonl") if system != "control" else {}
+    left_out = {test for test, each in control.items() if each["outcome"] == "skipped"}
+    if arguments.resume:
+        left_out |= read(results).keys()
+    else:
+        results.write_text("")
     settings = {
         "suite": arguments.suite,
         "system": system,
@@ -117,7 +118,7 @@ def _run(arguments: argparse.Namespace, system: str, packages: str) -> None:
         "mps": arguments.mps,
         "results": str(results),
         "logs": packages,
-        "skipped": sorted(skipped),
+        "left_out": sorted(left_out),
     }
     paths = [checkout, *(path.resolve() for path in arguments.path), packages, _HERE]
     environment = os.environ | _ENVIRONMENT | {"UPSTREAM": json.dumps(settings)}

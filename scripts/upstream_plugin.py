@@ -351,7 +351,7 @@ def first_error(text: str) -> str:
 
 
 def _parts(items: list[pytest.Item]) -> deque[deque[int]]:
-    """Numbers of tests that have not been skipped before, in parts that run together, of all files in turns.
+    """Numbers of the tests to run, in parts that run together, of all files in turns.
 
     Of a class, the first cases of all functions come first. So what a stop leaves is a part of every file and function.
     """
@@ -364,7 +364,7 @@ def _parts(items: list[pytest.Item]) -> deque[deque[int]]:
         cases[function] += 1
     for *_, number in sorted(order):
         item = items[number]
-        if item.nodeid not in _SETTINGS["skipped"]:
+        if item.nodeid not in _SETTINGS["left_out"]:
             parts = files.setdefault(item.path, [])
             if not parts or len(parts[-1]) == _TOGETHER or items[parts[-1][-1]].parent is not item.parent:
                 parts.append(deque())
