@@ -12,6 +12,7 @@ import torch
 _HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The hook sees the items of the whole session.
     here = [item for item in items if _HERE in item.path.parents]

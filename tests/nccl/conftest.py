@@ -17,6 +17,7 @@ from tests.nccl.device import on_device, skip_if_refused
 _HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # The hook sees the items of the whole session.
     here = [item for item in items if _HERE in item.path.parents]
