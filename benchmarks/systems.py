@@ -24,7 +24,6 @@ import flatshard
 import flatshard.megatron
 from benchmarks.models import Llama, LlamaConfig
 from benchmarks.moe import MixtureConfig, connect, is_expert, mixture
-from flatshard import _torch
 
 Step = Callable[[], Tensor]
 Wrap = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
@@ -228,7 +227,6 @@ def flat(
     fully_shard = functools.partial(flatshard.fully_shard, schedule=told)
     if hybrid == "optim":
         fully_shard = functools.partial(fully_shard, outer_strategy=hybrid)
-        dispatch_nothing()
     model = sharded_model(setup, fully_shard, policy, finer=finer, rows=rows, kept=kept, hybrid=hybrid)
     wrap = functools.partial(flatshard.fully_shard_optimizer, in_backward=in_backward, offload_state=offload_state)
     make, clip = OPTIMIZERS[optimizer], flatshard.clip_grad_norm_ if clipped else None
@@ -306,13 +304,6 @@ def hybrid_mesh(setup: Setup, *further: str) -> DeviceMesh:
     return init_device_mesh(setup.device, shape, mesh_dim_names=("outer", "fsdp", *further))
 
 
-def dispatch_nothing() -> None:
-    """Shard over two axes with torch 2.11 too: it does not know these tensors, but no operation on one of them is run
-    here. Weights have values before they are sharded, and optimizers step local tensors.
-    """
-    _torch.SUBCLASSES_DISPATCH = True
-
-
 def megatron(setup: Setup, hybrid: str | None = None) -> Step:
     """Megatron-FSDP: the package megatron-fsdp (0.6.1), which must be on the path. CUDA only."""
     import megatron_fsdp
@@ -326,8 +317,6 @@ def megatron(setup: Setup, hybrid: str | None = None) -> Step:
 
 def flat_megatron(setup: Setup, hybrid: str | None = None) -> Step:
     """flatshard under Megatron-FSDP's names, with the same choices."""
-    if hybrid == "optim":
-        dispatch_nothing()
     return by_megatrons_names(setup, flatshard.megatron, hybrid)
 
 

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,6 @@ if TYPE_CHECKING:  # the process that hands out tests to others needs no torch
     from tests.bench import RankPool
 
 _LIMIT = 60.0
-REFUSED = re.compile(r"needs? torch (\d+)\.(\d+) or newer; this is (\d+)\.(\d+)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,20 +45,6 @@ def _not_sampled(items: Sequence[pytest.Item]) -> set[pytest.Item]:
                 found.add(item)
             seen[function] += 1
     return found
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip a test that was told of something that it takes a newer torch for it."""
-    report = yield
-    told = REFUSED.search(str(call.excinfo.value)) if report.failed and call.excinfo is not None else None
-    if told is not None:
-        needs, found = (tuple(map(int, told.groups()[at : at + 2])) for at in (0, 2))
-        if found < needs:
-            report.outcome, report.longrepr = "skipped", (str(item.path), 0, told.group())
-    return report
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from flatshard._torch.cuda import (
     is_symmetric, memory, rendezvous, set_stream, symmetric_memory,
 )
 from flatshard._torch.dtensors import (
-    SUBCLASSES_DISPATCH, AsyncCollectiveTensor, Spec, StridedShard, as_parameter, bare_wrapper, box_at, boxes_of,
+    AsyncCollectiveTensor, DispatchingDTensor, Spec, StridedShard, as_parameter, bare_wrapper, box_at, boxes_of,
     data_parallel_mesh, dtensor_of, dtensors_over, flattened_names, held_of, in_box, join_meshes, keep_values,
     replace_local, like_dtensor, local_of, local_part, local_rows, make_dtensor, make_spec, part_of, rebased, spec_of,
     spec_with_dtype,

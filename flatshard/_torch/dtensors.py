@@ -20,13 +20,51 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatshard._torch.tensors import pytree_leaves
 
 Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
 StridedShard = _StridedShard  # sharded after the axes that follow it in the mesh
 
-# On torch 2.11 every operation on a DTensor of any class uses DTensor's own dispatch: a subclass cannot override it. On
-# 2.13 it can.
-SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+# Before torch 2.13, every operation on a DTensor of any class used DTensor's own dispatch, unless a mode handled it.
+_SUBCLASSES_DISPATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+class DispatchingDTensor(DTensor):
+    """A DTensor whose subclasses can define ``__torch_dispatch__``."""
+
+    if not _SUBCLASSES_DISPATCH:
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            with _Dispatching(cls), torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if any(isinstance(leaf, cls) and not leaf.is_leaf for leaf in pytree_leaves(result)):
+                raise NotImplementedError(
+                    f"{func}: a backward through a {cls.__name__} needs torch 2.13 or newer; this is "
+                    f"{torch.__version__}. Call it under torch.no_grad()"
+                )
+            return result
+
+
+class _Dispatching(TorchDispatchMode):
+    """Hands operations on tensors of a subclass to the subclass."""
+
+    def __init__(self, cls: type[DTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cls = cls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(leaf, self._cls) for leaf in pytree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        with torch._C._EnableTorchFunction():
+            return self._cls.__torch_dispatch__(func, types, args, kwargs)
 
 
 def make_spec(

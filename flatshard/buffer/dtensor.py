@@ -81,11 +81,6 @@ def as_dtensor(
     made = _torch.make_dtensor(local, buffer.mesh, placements, torch.Size(slot.shape))
     if _is_canonical(buffer, index, sharded):
         return made
-    if not _torch.SUBCLASSES_DISPATCH:
-        raise NotImplementedError(
-            f"layout 'flat' and shards over two axes (HFSDP) need torch 2.13 or newer; this is {torch.__version__}. "
-            "Use layout='tensor' and one sharded axis"
-        )
     return RaggedDTensor.make(local, made, Cut(buffer.layout, index, buffer.mesh, sharded))
 
 

@@ -90,7 +90,7 @@ class RaggedShard(Shard):
         raise NotImplementedError(_refusal("distribute_tensor"))
 
 
-class RaggedDTensor(DTensor):
+class RaggedDTensor(_torch.DispatchingDTensor):
     """A DTensor that holds the rows of its `Cut`."""
 
     _cut: Cut

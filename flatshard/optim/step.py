@@ -318,11 +318,6 @@ class FSDPWhole(FSDPOptimizer):
     def state_dict(self) -> Any:
         """As `Optimizer.state_dict`. Tensors of whole parameters are DTensors that their owners hold."""
         stepper = _stepper_of(self)
-        if not _torch.SUBCLASSES_DISPATCH and any(each.owner_group.size > 1 for each in stepper.matrices):
-            raise NotImplementedError(
-                f"state_dict of whole matrices needs torch 2.13 or newer; this is {torch.__version__}. Pass the "
-                "optimizer itself to flatshard.checkpoint.save"
-            )
         with stepper.local.overriding_state(stepper.saved_state(self)):
             return super().state_dict()
 

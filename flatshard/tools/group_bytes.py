@@ -10,7 +10,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flatshard import _torch
 from flatshard.engine.gradients.staging import sole_owners
 from flatshard.engine.weights.formats import Formats
 from flatshard.layout import Layout, Placement, Replicate, is_sharded, least_padded_dim, plan
@@ -168,8 +167,6 @@ class GroupBytes:
         """The layout of `flatshard.shard_model`: unless it is flat, each tensor is sharded on the least padded dim."""
         shapes = [tensor.shape for tensor in self.tensors]
         layout = self.setup.layout
-        if layout == "auto" and not _torch.SUBCLASSES_DISPATCH:
-            layout = "tensor"  # `fully_shard` does the same with this version of torch
         dims = None if layout == "flat" else [least_padded_dim(shape, shards) for shape in shapes]
         return plan(shapes, shards, layout=layout, dims=dims, apart=self._encoded_tensors)
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import flatshard
 from flatshard import fully_shard, fully_shard_optimizer
-from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.units.unit import unit_of
 
@@ -90,7 +89,6 @@ def _train(rank, world, choose, wrap, choices):
         torch.testing.assert_close(ours.full_tensor(), theirs.data, rtol=1e-5, atol=1e-6)
 
 
-needs_ragged = pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="shards over two axes need torch 2.13")
 _clip = torch.nn.utils.clip_grad_norm_
 WIDE = flatshard.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
 
@@ -101,7 +99,7 @@ WIDE = flatshard.MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=to
         (2, last_dim, True, {"mp_policy": WIDE}),
         (3, middle_dim, False, {"reshard_after_forward": False}),
         (2, last_dim, False, {"strategy": 2}),
-        pytest.param(4, middle_dim, True, {"outer_strategy": "optim"}, marks=needs_ragged),
+        (4, middle_dim, True, {"outer_strategy": "optim"}),
         pytest.param(2, middle_dim, True, {}, marks=pytest.mark.full),
         pytest.param(3, last_dim, True, {"strategy": 1, "layout": "auto"}, marks=pytest.mark.full),
         pytest.param(4, middle_dim, False, {"reshard_after_forward": 2}, marks=pytest.mark.full),
@@ -154,7 +152,7 @@ def _accumulate(rank, world, outer):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", pytest.param("optim", marks=needs_ragged)])
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_accumulated_gradients_of_any_dim(ranks, outer):
     ranks(4, _accumulate, outer)
 
@@ -173,7 +171,7 @@ def _checkpoint(rank, world, folder):
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    ways = [{}, {"outer_strategy": "optim"}, {}] if SUBCLASSES_DISPATCH and world == 4 else [{}]
+    ways = [{}, {"outer_strategy": "optim"}, {}] if world == 4 else [{}]
     for number, choices in enumerate(ways):
         flatshard.checkpoint.save(f"{folder}/{number}", model, optimizer, progress=False)
         other, its = make(middle_dim, **choices)

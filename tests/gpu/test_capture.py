@@ -23,7 +23,6 @@ import flatshard
 from flatshard import (
     MixedPrecisionPolicy,
     SchedulePolicy,
-    _torch,
     capture,
     clip_grad_norm_,
     fully_shard_optimizer,
@@ -153,8 +152,6 @@ def test_captured_steps_are_eager_steps(case, kind):
         pytest.skip("two axes need more than one rank")
     if "int8" in case and kind == "rehearsal":
         pytest.skip("other ranks' pieces are this rank's there, and bytes of other tensors mean nothing")
-    if "outer_strategy" in CASES[case] and not _torch.SUBCLASSES_DISPATCH:
-        pytest.skip("shards over two axes need torch 2.13")
     with ranks(kind):
         eager = Trainer(**CASES[case])
         wanted = run(eager, eager)

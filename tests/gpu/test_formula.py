@@ -5,12 +5,10 @@ import gc
 import pytest
 import torch
 
-from flatshard import _torch
 from flatshard.rehearsal import rehearse
 from flatshard.train.model import LlamaConfig
 from tests.tools.cases import Case
 
-NEWER = pytest.mark.skipif(not _torch.SUBCLASSES_DISPATCH, reason="needs torch 2.13")
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = LlamaConfig(1024, layers=4, heads=8, kv_heads=4, ffn=2816, vocab=16390, max_tokens=16)
 
@@ -38,8 +36,8 @@ def warm_up(case: Case) -> None:
         Case((2, 8), param=BF16),
         Case((8,), tied=True, param=BF16),
         Case((8,), microbatches=2, param=BF16),
-        pytest.param(Case((8,), param=BF16, layout="flat"), marks=NEWER),
-        pytest.param(Case((2, 8), outer="optim", param=BF16), marks=NEWER),
+        Case((8,), param=BF16, layout="flat"),
+        Case((2, 8), outer="optim", param=BF16),
     ],
     ids=str,
 )

@@ -409,8 +409,6 @@ class Rank:
 
         if case.get("version") == 2 and not hasattr(mcore_fsdp_adapter, "FullyShardedDataParallelV2"):
             return {"skipped": "this Megatron-Core has no second version"}
-        if self.system == "flatshard" and case.get("outer") and not flatshard._torch.SUBCLASSES_DISPATCH:
-            return {"skipped": "shards over two axes need torch 2.13"}
         if case.get("arguments"):
             return self.by_arguments(case)
         return self.saved_and_loaded(case) if case.get("checkpoint") else self.trained(case)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.checkpoint import CheckpointError
 from flatshard.megatron import MixedPrecisionPolicy, fully_shard
 from flatshard.megatron.uneven_dtensor import (
@@ -130,7 +129,7 @@ def _trains(rank, world, shape, cases):
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PLAIN = {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None)}
 META = {"on_meta": True, "maxpool_double_buffer": True}
-OUTER = [None, "no_shard", "optim"] if SUBCLASSES_DISPATCH else [None, "no_shard"]
+OUTER = [None, "no_shard", "optim"]
 
 
 @pytest.mark.limit(120)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 import flatshard
 import flatshard.megatron as megatron
-from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.units.unit import unit_of
 from flatshard.megatron import (
     DistributedDataParallelConfig,
@@ -870,7 +869,6 @@ def _two_lanes(rank, world):
     assert not any(operation.name.startswith("refresh ") for operation in root.gather_lane.history)
 
 
-@pytest.mark.skipif(not SUBCLASSES_DISPATCH, reason="needs torch 2.13")
 def test_gathers_along_the_outer_axis_have_a_lane_of_their_own(ranks):
     """Those that an optimizer's step starts, of all units, are not in the way of the first unit's along the inner."""
     ranks(4, _two_lanes)

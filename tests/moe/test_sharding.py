@@ -10,7 +10,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import flatshard
 from flatshard import Experts, Sharding, fully_shard, shard_model
-from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.units.unit import unit_of
 from flatshard.rehearsal import rehearse
 from tests.moe.cases import DIM, Mixture, Model, Stacked, build, meshes, spread
@@ -38,18 +37,16 @@ def test_fewer_experts_than_ranks_are_cut_across():
         fully_shard(auto, layout="auto")
         fully_shard(plain)
         shard_model(given, shard_placement_fn=lambda p: Shard(2) if p.dim() == 3 else None)
-        if SUBCLASSES_DISPATCH:  # else this torch does not have it
-            shard_model(flat, layout="flat")
-            assert flat.experts.placements == (Shard(0),)
+        shard_model(flat, layout="flat")
+        assert flat.experts.placements == (Shard(0),)
     payload = sum(p.numel() for p in on_meta().parameters())
-    if SUBCLASSES_DISPATCH:
-        with rehearse(64, "free"):
-            square = init_device_mesh("cpu", (8, 8), mesh_dim_names=("outer", "inner"))
-            for layout in ("tensor", "auto"):  # of two axes that both cut, HFSDP
-                both = on_meta()
-                table = shard_model(both, mesh=square, outer_strategy="optim", layout=layout)
-                assert [placement.dim for placement in both.experts.placements] == [1, 1]
-                assert table.bytes_per_rank == pytest.approx(4 * payload / 64, rel=0.01)
+    with rehearse(64, "free"):
+        square = init_device_mesh("cpu", (8, 8), mesh_dim_names=("outer", "inner"))
+        for layout in ("tensor", "auto"):  # of two axes that both cut, HFSDP
+            both = on_meta()
+            table = shard_model(both, mesh=square, outer_strategy="optim", layout=layout)
+            assert [placement.dim for placement in both.experts.placements] == [1, 1]
+            assert table.bytes_per_rank == pytest.approx(4 * payload / 64, rel=0.01)
     for model in (chosen, auto):
         assert model.experts.placements == (Shard(1),)
         assert model.router.weight.placements == model.out.weight.placements == (Shard(0),)

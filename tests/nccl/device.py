@@ -6,12 +6,10 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +17,6 @@ from torch.utils import _device
 from torch.utils._pytree import tree_map_only
 
 import flatshard.train.model
-from tests.conftest import REFUSED
 
 # Whose tensors are moved. Those of the library and of the rest of torch stay where they ask for them.
 _MAKERS = (str(Path(__file__).parents[1]), str(Path(nn.__file__).parent), flatshard.train.model.__file__)
@@ -92,30 +89,9 @@ def _meshes_of(kind: str) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Refused:
-    """What a body was told that it takes a newer torch for. All ranks are told alike, and none is lost."""
-
-    told: str
-
-
 def on_device(rank: int, world: int, body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a body: its arguments, what it makes, and its meshes are of the GPU, or of the CPU that stands in."""
     device = torch.device("cuda", 0) if torch.cuda.is_initialized() else torch.device("cpu")
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    try:
-        with moving(device), _meshes_of(device.type):
-            return body(rank, world, *args, **kwargs)
-    except Exception as error:
-        told = REFUSED.search(str(error))
-        if told is None:
-            raise
-        return Refused(told.group())
-
-
-def skip_if_refused(found: list[Any]) -> list[Any]:
-    """What the ranks have returned, unless it takes a newer torch: the test is skipped then."""
-    told = [value.told for value in found if isinstance(value, Refused)]
-    if told:
-        pytest.skip(told[0])
-    return found
+    with moving(device), _meshes_of(device.type):
+        return body(rank, world, *args, **kwargs)

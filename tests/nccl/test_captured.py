@@ -11,7 +11,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatshard import MixedPrecisionPolicy, capture, fully_shard
-from flatshard._torch import SUBCLASSES_DISPATCH
 from flatshard.engine.units.unit import unit_of
 from flatshard.experimental import WirePolicy
 from tests.gpu.test_capture import CASES, Trainer, run, tokens
@@ -20,11 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
 
 STEPS = 12
 ONE_AXIS = [case for case, choices in CASES.items() if "hsdp" not in choices]
-TWO_AXES = [
-    case
-    for case, choices in CASES.items()
-    if "hsdp" in choices and (SUBCLASSES_DISPATCH or "outer_strategy" not in choices)
-]
+TWO_AXES = [case for case, choices in CASES.items() if "hsdp" in choices]
 
 
 class OnTwoMeshes(Trainer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatshard._torch import SUBCLASSES_DISPATCH
 from tests.dist import test_rows, test_rows_use
 from tests.dist.test_rows import test_rows_travel_and_the_table_does_not  # noqa: F401
 from tests.formats import test_training, test_wire
@@ -38,15 +37,9 @@ def _every(rank, world, body, cases):
         body(rank, world, *case)
 
 
-def _possible(cases, needs):
-    """Without those that take torch 2.13, if this is an older one."""
-    return [case for case in cases if SUBCLASSES_DISPATCH or not needs(case)]
-
-
 def _formats_of(world):
     """Models on the meta device are left out: their bodies empty them on the CPU."""
-    of_world = [c for c in test_training.CASES if torch.Size(c[0]).numel() == world and c[-1].get("change") != "meta"]
-    return _possible(of_world, lambda case: case[3] == "flat" or case[2] == "optim")
+    return [c for c in test_training.CASES if torch.Size(c[0]).numel() == world and c[-1].get("change") != "meta"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -62,8 +55,7 @@ def test_forward_recompute_and_backward_see_the_same_bits(ranks, code):
 
 
 def _rows_of(world):
-    of_world = [case for case in test_rows.CASES if torch.Size(case[0]).numel() == world]
-    return _possible(of_world, lambda case: case[1].get("layout") == "flat")
+    return [case for case in test_rows.CASES if torch.Size(case[0]).numel() == world]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from flatshard._torch import SUBCLASSES_DISPATCH
 from tests.fsdp2.test_communication import (  # noqa: F401
     test_collectives_of_a_step,
     test_set_reduce_scatter_max_input_buffers,
@@ -52,11 +51,7 @@ pytestmark = [pytest.mark.sampled(2), pytest.mark.limit(90)]
 @pytest.mark.parametrize("number", range(0, 6, 2))
 @pytest.mark.parametrize("world", [2, 4])
 def test_megatron_strategies_and_accumulation_equal_one_process(ranks, world, number):
-    cases = [
-        case
-        for case in test_equality.cases_for(world, number)
-        if SUBCLASSES_DISPATCH or (case[0][1] != "optim" and case[2] != "flat")
-    ]
+    cases = test_equality.cases_for(world, number)
     assert len(cases) > 2
     ranks(world, test_equality._equal, cases[:: 1 if world == 2 else 2])
 

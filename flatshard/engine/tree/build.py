@@ -136,8 +136,7 @@ def _build_group(params: list[Named], dims: list[int], kind: Kind, choices: Choi
     shapes = [tuple(tensor.shape) for tensor in whole]
     precision = choices.precision.of_group(kind.keeps_dtype, kind.grad_dtype)
     shards = math.prod(mesh.size(axis) for axis, p in enumerate(placements.optimizer) if is_sharded(p))
-    # DTensors must be cut as torch.chunk does. So must everything with versions of torch without `RaggedDTensor`.
-    chunked = kind.parallel is not None or kind.apart is not None or not _torch.SUBCLASSES_DISPATCH
+    chunked = kind.parallel is not None or kind.apart is not None  # DTensors must be cut as torch.chunk does
     # Encoded tensors share no segment with others.
     apart = [
         precision.has_formats and chosen(name, p, [site.module() for site in sites], precision, owner)

@@ -118,7 +118,7 @@ class DBuffer:
     def get_dtensor(self, index: int) -> DTensor:
         """A tensor as a DTensor over this memory, with the placements of the buffer."""
         wanted = tuple(map(to_torch, self.placements))
-        if _torch.SUBCLASSES_DISPATCH and not any(placement.is_partial() for placement in wanted):
+        if not any(placement.is_partial() for placement in wanted):
             return as_dtensor(self._engine, index)  # stores which rows it has
         return _torch.make_dtensor(self.get_local_tensor(index), self.mesh, wanted, self.layout.tensor_shapes[index])
 
