@@ -52,7 +52,7 @@ def test_every_method_is_in_the_tables_with_its_arguments():
 
 @pytest.mark.parametrize("kind", ["MixedPrecisionPolicy", "CPUOffloadPolicy", "DataParallelMeshDims", "UnshardHandle"])
 def test_every_field_of_the_policies_is_in_the_tables(kind):
-    given = getattr(torch_fsdp, kind)
+    given = getattr(torch_fsdp, kind, None) or pytest.skip("this torch has no such class")
     fields = {field.name for field in dataclasses.fields(given)} if dataclasses.is_dataclass(given) else set()
     said = " ".join(row[0] for row in ROWS if f"`{kind}." in row[0])
     for name in fields | set(public(given)):

@@ -113,7 +113,7 @@ def _refused(rank, world):
     """Which cases ours does not refuse as the control does."""
     wrong = []
     unknown = () if hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers") else (_buffers,)
-    unknown += () if hasattr(fsdp, "DataParallelMeshDims") else (_no_dims, _sharded_on_dp)
+    unknown += () if hasattr(fsdp, "DataParallelMeshDims") else (_no_dims, _sharded_on_dp, _placement)
     for case, words in CASES.items():
         if case in unknown:
             continue  # FSDP2 of this torch has no such thing
