@@ -77,6 +77,9 @@ def _bad_arguments(rank: int, world: int) -> None:
     other = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
     if rank == 1:
         refused(plain, lambda: fully_shard(plain, mesh=other), ValueError, "this rank is not in mesh")
+    for reversed_ranks in ([1, 0], [[1], [0]]):
+        reordered = DeviceMesh("cpu", reversed_ranks)
+        refused(plain, lambda mesh=reordered: fully_shard(plain, mesh=mesh), ValueError, "ascending order")
     turned = nn.Linear(4, 3)
     turned.weight = nn.Parameter(torch.randn(4, 3).t())
     refused(turned, lambda: fully_shard(turned), ValueError, "weight", "contiguous")

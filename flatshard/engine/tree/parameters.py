@@ -222,8 +222,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
         given, means_own = choices.where.of(named[0], parameter)
         mesh = given.mesh or choices.mesh
         dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"this rank is not in mesh {mesh}; call fully_shard only on ranks of the mesh")
+        _check_place(mesh)
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != mesh.device_type:
             raise ValueError(
                 f"parameter '{named[0]}': Requires DTensor to have mesh of the same type as the FSDP mesh but got "
@@ -246,6 +245,18 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
             _check_extended(named, dims[parameter], kind.placements(choices))
         by_kind.setdefault(kind, []).append(named)
     return borrowed, by_kind, plain, dims
+
+
+def _check_place(mesh: DeviceMesh) -> None:
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f"this rank is not in mesh {mesh}; call fully_shard only on ranks of the mesh")
+    # Process groups sort their ranks: a part's number in the mesh would be another rank's in the collective.
+    if list(place) != [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]:
+        raise ValueError(
+            f"mesh {mesh} has ranks in another order than its process groups; list them in ascending order along each "
+            "axis"
+        )
 
 
 def _check_extended(named: Named, dim: int, placements: Placements) -> None:
