@@ -277,6 +277,8 @@ def _import_model(source: str) -> nn.Module:
         raise ValueError(f"model {source!r}: calling it raised {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {source!r}: returned {type(made).__name__}, not a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        raise ValueError(f"model {source!r}: no parameter requires gradients, so there is no training step to plan")
     return made
 
 

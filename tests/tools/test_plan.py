@@ -98,6 +98,10 @@ def not_a_model():
     return 7
 
 
+def frozen() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
 def needs_more(width):
     return nn.Linear(width, width)
 
@@ -239,6 +243,8 @@ def test_a_module_is_planned_from_an_import_path(capsys):
     ("arguments", "text"),
     [
         (["nonsense"], "must be one of llama-1b"),
+        (["torch.nn:ReLU"], "no parameter requires gradients"),
+        (["tests.tools.test_plan:frozen"], "no parameter requires gradients"),
         (["no/such/config.json"], "cannot be read as JSON"),
         (["no.such.module:model"], "cannot be imported"),
         (["tests.tools.test_plan:missing"], "cannot be imported"),
