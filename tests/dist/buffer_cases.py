@@ -184,5 +184,5 @@ def dtensors_are_canonical(rank, world, device):
     with pytest.raises(NotImplementedError, match="into a plain tensor"):
         pair[1].copy_(ragged)
     if torch.__version__ < "2.13":
-        with pytest.raises(NotImplementedError, match="needs torch 2.13"):
+        with pytest.raises(NotImplementedError, match=r"needs torch 2\.13"):
             ragged.detach().requires_grad_() * 2
