@@ -62,3 +62,27 @@ def _while_blocks_run(rank, world):
 
 def test_a_head_that_shares_a_table_is_released_when_backward_has_read_it(ranks):
     assert ranks(2, _while_blocks_run)[0][-1] is False
+
+
+def _with_sparse_gradients(rank, world, is_tied):
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 6), nn.Linear(6, 12, bias=False))
+
+    plain, model = made(), made()
+    if is_tied:
+        for each in (plain, model):
+            each[2].weight = each[0].weight
+    fully_shard(model[0] if not is_tied else [model[0], model[2]])
+    fully_shard(model)
+    for micro in range(2):
+        tokens = torch.arange(2 * world).view(world, 2) + micro
+        plain(tokens).square().mean().backward()
+        model(tokens[rank]).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(full(ours.grad), theirs.grad.to_dense())
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["alone", "tied to a head"])
+def test_sparse_gradients_become_dense(ranks, is_tied):
+    ranks(2, _with_sparse_gradients, is_tied)

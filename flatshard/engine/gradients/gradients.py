@@ -207,6 +207,8 @@ class Gradients:
                 full.grad = None
                 if gradient.requires_grad:  # of a backward with create_graph=True; no graph goes through a reduce
                     gradient = gradient.detach()
+                if gradient.is_sparse:  # of nn.Embedding(sparse=True)
+                    gradient = gradient.to_dense()
                 if param.inner is not None:
                     gradient = param.inner.local_gradient(gradient)
                 taken[index] = gradient if type(gradient) is torch.Tensor else as_plain(gradient)
