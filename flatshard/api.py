@@ -21,6 +21,7 @@ from flatshard import _arguments, _torch
 from flatshard.buffer.rules import add_rules
 from flatshard.copying import copy_module
 from flatshard.engine.gradients.gradients import GradientScale
+from flatshard.engine.groups.changes import share_data
 from flatshard.engine.groups.registry import OWNER
 from flatshard.engine.schedule.root import root_of
 from flatshard.engine.tree.build import build_unit, units_below
@@ -143,6 +144,7 @@ _SIGNATURE = inspect.signature(fully_shard)
 def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and change their classes to `FSDPModule` subclasses."""
     add_rules()
+    share_data()
     watch_steps()
     unit = build_unit(modules, choices, find_root)
     unit.configure(refuses_meta=installed.refuses_meta)

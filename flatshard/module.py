@@ -125,8 +125,8 @@ class FSDPModule(TorchFSDPModule):
         """Start to update the compute weights of all units below from the main weights, and end `hold_weights`.
 
         Forwards do this when it is needed. If you call it after the optimizer's step, its communication overlaps
-        everything before the next forward. Values that are written through ``parameter.data`` afterwards are used after
-        the next call. Call it between passes only.
+        everything before the next forward. Values that are written to the ``.data`` of a local part afterwards are used
+        after the next call. Call it between passes only.
         """
         _root(self).refresh(_units(self, True))
 

@@ -23,8 +23,8 @@ from flatshard._torch.cuda import (
 from flatshard._torch.dtensors import (
     AsyncCollectiveTensor, DispatchingDTensor, Spec, StridedShard, as_parameter, bare_wrapper, box_at, boxes_of,
     data_parallel_mesh, dtensor_of, dtensors_over, flattened_names, held_of, in_box, join_meshes, keep_values,
-    replace_local, like_dtensor, local_of, local_part, local_rows, make_dtensor, make_spec, part_of, rebased, spec_of,
-    spec_with_dtype,
+    replace_local, like_dtensor, local_of, local_part, local_rows, make_dtensor, make_spec, part_of, rebased,
+    share_data, spec_of, spec_with_dtype,
 )
 from flatshard._torch.fsdp import (
     FSDP_BODY, FSDP_HOMES, FSDP_INTERNALS, FSDP_NAMES, REDUCES_IN_GRAD_DTYPE, FSDPState, is_replicated,
@@ -36,6 +36,6 @@ from flatshard._torch.groups import (
 )
 from flatshard._torch.optimizers import has_step_pre_hooks, loading_to_host, put_scheduler_patch, take_scheduler_patch
 from flatshard._torch.tensors import (
-    handle, is_made_of_others, is_wrapper, map_leaves, no_torch_function, pytree_leaves, storage_id, storage_of,
-    tree_flatten, tree_unflatten, unhandled, wrapper_like, writes,
+    handle, is_made_of_others, is_wrapper, map_leaves, no_torch_function, pytree_leaves, storage_id, tree_flatten,
+    tree_unflatten, unhandled, wrapper_like, writes,
 )

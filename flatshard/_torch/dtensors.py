@@ -179,6 +179,32 @@ def replace_local(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
+_DATA: Any = torch.Tensor.data
+
+
+def share_data(is_ours: Callable[[torch.Tensor], bool], write: Callable[[Any, torch.Tensor], None]) -> None:
+    """Let ``.data`` of these DTensors share their version counters, and assignments to it call ``write``.
+
+    In torch, what `.data` returns has a separate version counter, so that writes to it go unnoticed, and an assignment
+    to it changes nothing but the metadata of a DTensor.
+    """
+
+    def read(parameter: DTensor) -> torch.Tensor:
+        if not is_ours(parameter):
+            found: torch.Tensor = _DATA.__get__(parameter)
+            return found
+        with torch.inference_mode(False):  # it raises on a DTensor otherwise
+            data = parameter.detach()
+        assert isinstance(data, DTensor)
+        data._local_tensor = parameter._local_tensor  # for the version counter of the local tensor
+        return data
+
+    def assign(parameter: DTensor, other: torch.Tensor) -> None:
+        (write if is_ours(parameter) else _DATA.__set__)(parameter, other)
+
+    DTensor.data = property(read, assign)  # type: ignore[assignment]
+
+
 def keep_values(known: weakref.ref[DTensor]) -> None:
     """If a DTensor still exists, copy its values to separate memory, because its memory is overwritten next."""
     held = known()

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatshard._torch.autograd import PlainAttributes
-
 # Leaves of values of registered pytree types; a value of any other type is a leaf itself.
 tree_flatten, tree_unflatten, pytree_leaves = pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves
 
@@ -71,12 +69,5 @@ def unhandled(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             handlers[operation] = handler
 
 
-# Identifies the storage of a tensor while it exists. A DTensor has one without memory. After ``tensor.data = other`` a
-# DTensor has another storage, but the same local tensor and the same values.
+# Identifies the storage of a tensor while it exists. A DTensor has one without memory.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-
-
-def storage_of(tensor: torch.Tensor) -> object:
-    """The storage of a tensor of any class."""
-    with PlainAttributes():
-        return tensor.untyped_storage()

@@ -334,7 +334,7 @@ def test_a_parameter_of_a_tensor_subclass_is_assigned(ranks):
 
 
 def _data(rank, world, layout):
-    """`.data = other` does nothing to a DTensor's values: refused when the parameter is used."""
+    """`.data = other` copies the values. torch would change nothing but the metadata of a DTensor."""
     models = [sharded(world, (1, 3, None, layout)), make_net()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     held = list(models[0].parameters())
@@ -342,11 +342,18 @@ def _data(rank, world, layout):
         parameter.mark = "mine"
     data = batches(5, ROWS)
     weight = models[0].blocks[0].up.weight
-    for replacement in (weight.detach() * 2, weight.data.double(), weight.data, torch.zeros(weight.shape)):
-        weight.data = replacement
-        with pytest.raises(ValueError, match=r"`\.data` of parameter 'blocks\.0\.up\.weight' was replaced.*copy_"):
-            models[0](torch.zeros(1, 4, dtype=torch.long))
+    for refused in (weight.data.double(), torch.zeros(2, 2), torch.zeros(weight.shape, device="meta")):
+        with pytest.raises(
+            ValueError, match=r"`\.data` of parameter 'up\.weight' cannot be replaced: (dtype|shape|device)"
+        ):
+            weight.data = refused
         compare(*models, "as before")
+    whole = torch.arange(float(weight.numel())).view(weight.shape) / 100
+    for given in (lambda p: p.data * 2, lambda p: p.data, lambda p: p.detach().clone(), lambda p: whole):
+        for model in models:
+            parameter = model.blocks[0].up.weight
+            parameter.data = given(parameter)
+        compare(*models, "assigned")
         backward(models, rank, world, next(data))
         assert all(p.mark == "mine" and group_of(p) is not None and p.grad is not None for p in held)
         step(models, optimizers)
@@ -362,7 +369,7 @@ def _data(rank, world, layout):
 
 
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
-def test_data_that_a_parameter_cannot_take_is_refused(ranks, layout):
+def test_assigned_data_is_copied_or_refused(ranks, layout):
     ranks(2, _data, layout)
 
 

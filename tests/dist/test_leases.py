@@ -174,28 +174,32 @@ def test_weights_that_hooks_write_during_a_backward_are_gathered_anew(ranks):
 class Momentum(Net):
     """The second layer is a moving average of the first one, and follows it within the forward."""
 
-    by_list = False
+    how = "in place"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query = self.first(x)
         with torch.no_grad():
             averages, parameters = list(self.second.parameters()), list(self.first.parameters())
-            if self.by_list:
+            if self.how == "list":
                 torch._foreach_lerp_(averages, parameters, 0.5)
-            else:
-                for average, parameter in zip(averages, parameters):
+            for average, parameter in zip(averages, parameters):
+                if self.how == "in place":
                     average.lerp_(parameter.detach(), 0.5)
+                elif self.how == "data":
+                    average.data.lerp_(parameter.data, 0.5)
+                elif self.how == "assigned data":
+                    average.data = average.data.lerp(parameter.data, 0.5)
             key = self.second(x)
         return query * key
 
 
-def _written_in_forward(rank, world, by_list):
+def _written_in_forward(rank, world, how):
     torch.manual_seed(0)
     choices = [{"strategy": 1}, {"strategy": 3}, {"strategy": 3, "layout": "flat"}]
     whole = [Momentum() for _ in choices]
     models = [copy.deepcopy(each) for each in whole]
-    for model, chosen in zip(models, choices):
-        model.by_list = by_list
+    for model, one, chosen in zip(models, whole, choices):
+        model.how = one.how = how
         for part in (model.first, model.second, model):
             fully_shard(part, **chosen)
     for _ in range(2):
@@ -203,9 +207,9 @@ def _written_in_forward(rank, world, by_list):
             torch.testing.assert_close(model(torch.ones(2, DIM)), one(torch.ones(2, DIM)))
 
 
-@pytest.mark.parametrize("by_list", [False, True])
-def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ranks, by_list):
-    ranks(2, _written_in_forward, by_list)
+@pytest.mark.parametrize("how", ["in place", "list", "data", "assigned data"])
+def test_weights_that_a_forward_writes_before_it_uses_them_are_gathered_anew(ranks, how):
+    ranks(2, _written_in_forward, how)
 
 
 def _written_by_one_rank(rank, world):

@@ -13,6 +13,7 @@ root, or `unshard`; a group of which only a part was cast or moved is refused th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -67,7 +68,6 @@ def absorb(
     ``ours``: keep our parameter objects.
     """
     names = Names(group, root)
-    _refuse_data(group, names)
     found = held_by_modules(group, names)
     if any(p is not m.sharded for p, m in zip(found, group.params)) or not _owns_storage(group):
         if wait and not ours and _foreign(group, found):
@@ -161,19 +161,22 @@ def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> Non
         )
 
 
-def _refuse_data(group: ParamGroup, names: Names) -> None:
-    """Raise if `.data` of a DTensor was assigned: torch then changes its metadata and drops the values."""
-    changed = group.snapshot.other_data()
-    for index in changed:
-        parameter = group.params[index].sharded
-        whole = _torch.like_dtensor(parameter, _torch.local_of(parameter))
-        _become(parameter, _torch.as_parameter(whole, parameter.requires_grad), parameter.grad)
-        group.snapshot.accept_data(index)
-    if changed:
-        raise ValueError(
-            f"`.data` of parameter '{names[changed[0]]}' was replaced, which does not change the values of a DTensor. "
-            "The parameter is unchanged; write into it with `.data.copy_(...)`, or assign a new nn.Parameter"
-        )
+@functools.cache
+def share_data() -> None:
+    """Let writes to, and assignments of, the ``.data`` of sharded parameters be writes to the parameters."""
+    _torch.share_data(lambda tensor: group_of(tensor) is not None, _assign_data)
+
+
+@torch.no_grad()
+def _assign_data(parameter: nn.Parameter, other: torch.Tensor) -> None:
+    for what in ("shape", "dtype", "device"):
+        ours, given = getattr(parameter, what), getattr(other, what)
+        if ours != given:
+            raise ValueError(
+                f"`.data` of parameter '{parameter.__dict__[OWNER][0]}' cannot be replaced: {what} {given} is not "
+                f"{ours}. Cast or move the model with its to() method, or assign a new nn.Parameter"
+            )
+    parameter.copy_(other)
 
 
 def held_by_modules(group: ParamGroup, names: Names) -> list[nn.Parameter]:

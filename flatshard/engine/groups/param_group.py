@@ -174,10 +174,7 @@ class ParamGroup:
 
     @property
     def state(self) -> int:
-        """A number that grows when an optimizer, or an operation on a parameter or on its local part, changes main.
-
-        Writes through `.data` do not change it.
-        """
+        """A number that grows when an optimizer, or an operation on a parameter or on its local part, changes main."""
         number = steps.taken() + self.main.local._version
         for local in self.snapshot.locals:
             number += local._version

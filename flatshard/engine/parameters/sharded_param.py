@@ -193,7 +193,7 @@ def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
 class Snapshot:
     """The state of a group's parameters when it last put them into its modules.
 
-    Detects that a parameter of a module, its memory, or its `.data` has been replaced.
+    Detects that a parameter of a module, or its memory, has been replaced.
 
     A unit is not notified of such changes: parameters, and modules below the unit's own, do not refer to a unit. So
     every forward checks every parameter, with as few function calls as possible.
@@ -202,8 +202,6 @@ class Snapshot:
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._parameters = [param.sharded for param in params]
         self.locals = [_torch.local_of(parameter) for parameter in self._parameters]
-        self._storages = list(map(_torch.storage_id, self._parameters))
-        self._alive = list(map(_torch.storage_of, self._parameters))  # so that their ids are not used again
         self._local_ids = list(map(id, self.locals))
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for param in params:
@@ -222,23 +220,8 @@ class Snapshot:
                     return True
         except KeyError:
             return True
-        if list(map(id, map(_torch.local_part, self._parameters))) != self._local_ids:
-            return True
-        return list(map(_torch.storage_id, self._parameters)) != self._storages
+        return list(map(id, map(_torch.local_part, self._parameters))) != self._local_ids
 
     def is_moved(self, index: int) -> bool:
         """Whether a parameter has other memory, in whichever module it is."""
         return _torch.local_of(self._parameters[index]) is not self.locals[index]
-
-    def accept_data(self, index: int) -> None:
-        """Accept the current `.data` of a parameter."""
-        parameter = self._parameters[index]
-        self._storages[index], self._alive[index] = _torch.storage_id(parameter), _torch.storage_of(parameter)
-
-    def other_data(self) -> list[int]:
-        """The parameters that were given another `.data`, and keep their memory."""
-        return [
-            index
-            for index, parameter in enumerate(self._parameters)
-            if not self.is_moved(index) and _torch.storage_id(parameter) != self._storages[index]
-        ]

@@ -370,7 +370,7 @@ class Unit(FullWeights):
         if not grads and not outermost and root.program.running is Pass.FORWARD:
             grads = self.may_recompute = True  # reentrant checkpointing computes gradients in spite of no_grad
         if not grads and self.reshard_after_forward is None:
-            keep = False  # no backward needs the weights, and writes through `.data` could not be detected
+            keep = False  # no backward needs the weights
         if self.is_optional and not (keep or outermost or self.nests or Lease.USER in self.leases):
             root.reshard_later(self, grads)
         else:
