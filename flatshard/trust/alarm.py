@@ -42,6 +42,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self.gave_up = False  # something is waited for no more, and has not ended
+        self._has_recovered = False  # an error was caught, and the process group destroyed
         self.verdict = Verdict()
         self._watch: Watch | None = None
         self._of: weakref.ref[Any] | None = None
@@ -71,7 +72,7 @@ class Alarm:
         if self._of is not None and self._of() is of and self._pid == os.getpid():
             return
         is_on = os.environ.get("FLATSHARD_ALARM", "").lower() not in ("off", "0")
-        self.verdict, self.gave_up = Verdict(grace_period()), False
+        self.verdict, self.gave_up, self._has_recovered = Verdict(grace_period()), False, False
         self._of = weakref.ref(of, self._group_is_gone if is_on else None)
         self._starts += 1
         loop = self._loop_of_process() if is_on else None
@@ -126,6 +127,8 @@ class Alarm:
         elif isinstance(error, Exception) and not isinstance(error, PeerError):
             watch.tell(_text_of(error))
         self.verdict.pause_grace()
+        # Unless an exception ends the process, as that of a `finally` block does. A GPU may still have work to do.
+        self._has_recovered = not record.is_on_device
         self._of = self._watch = None
         watch.close()
 
@@ -177,6 +180,7 @@ class Alarm:
         """An uncaught exception is about to be printed: notify the other ranks, and log the last launches."""
         if self._pid != os.getpid():
             return
+        self._has_recovered = False
         if isinstance(error, PeerError):
             record.tell(error=_text_of(error))
         elif self._watch is not None and self._watch.group.is_lost_peer(error):
@@ -190,8 +194,9 @@ class Alarm:
 
     def _explain_lost_peer(self, error: BaseException) -> None:
         """A call of torch has raised because of another rank: find out why, for the last message of this rank."""
-        what = str(record.oldest_pending() or record.last() or "a collective")
-        self.verdict.explanation = str(self.explain(what, error))
+        pending, last = record.oldest_pending(), record.last()
+        what = "a collective of torch.distributed" + ("" if last is None else f" after {last}")
+        self.verdict.explanation = str(self.explain(what if pending is None else str(pending), error))
 
     def _post(self, error: BaseException) -> None:
         """Notify the other ranks of the end of this one."""
@@ -215,8 +220,10 @@ class Alarm:
 
     def _exit(self) -> None:
         error, watch = exits.error_in_flight(), self._watch
-        if error is not None and "error" not in record.header:
-            self._post(error)
+        if error is not None:
+            self._has_recovered = False
+            if "error" not in record.header:
+                self._post(error)
         has_failed = "error" in record.header  # then the others were told, or this rank was
         if watch is not None and not has_failed:
             watch.await_others()
@@ -226,8 +233,10 @@ class Alarm:
         if self._loop is not None:
             self._loop.stop()
         self._of = None  # a process group that was not destroyed is freed with the modules
-        if has_failed and (self.gave_up or record.is_on_device or record.oldest_pending() is not None):
-            exits.end_failed(self.verdict.explanation)
+        if has_failed and not self._has_recovered:
+            exits.say_last(self.verdict.explanation)
+            if self.gave_up or record.is_on_device or record.oldest_pending() is not None:
+                exits.end_failed()
         self._terminate_handler.remove()
         if not has_failed:
             exits.remove_record()

@@ -133,13 +133,18 @@ def end_stuck(reason: str | None) -> NoReturn:
     leave(1)
 
 
-def end_failed(explanation: str) -> NoReturn:
+def say_last(explanation: str) -> None:
+    """Print why this process ends, after what torch prints: ``explanation``, or on a GPU the error."""
+    if record.is_on_device:
+        logging.shutdown()
+        time.sleep(_LINGER)
+    if explanation or record.is_on_device:
+        print(f"flatshard: rank {record.header['rank']} ends: {explanation or record.header['error']}", file=sys.stderr)
+
+
+def end_failed() -> NoReturn:
     """End this process at its exit, after an error: its process groups would wait until their timeout first."""
     logging.shutdown()
-    if record.is_on_device:
-        time.sleep(_LINGER)
-        why = explanation or record.header["error"]
-        print(f"flatshard: rank {record.header['rank']} ends: {why}", file=sys.stderr)
     error = sys.exc_info()[1]
     leave(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 

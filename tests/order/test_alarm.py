@@ -75,14 +75,37 @@ for step in range(1, 5):
 dist.destroy_process_group()
 """
 
+# Rank 1 raises in step 3; rank 0 is in a barrier of its own, or catches its error and goes on alone.
+_CALLER = """
+import sys, torch, torch.distributed as dist
+import flatshard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = flatshard.fully_shard(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    for step in range(1, 4):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if step == 3 and dist.get_rank() == 1:
+            raise ValueError("there is no more data")
+        if step == 3 and sys.argv[1] == "barrier":
+            dist.barrier()
+    model(torch.ones(2, 8))
+except flatshard.PeerError:
+    dist.destroy_process_group()
+    print("goes on alone")
+"""
+
 
 @pytest.fixture
 def job(tmp_path):
     """Starts ranks, each an interpreter of its own; at the end none is left."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(what, world=3):
-        (tmp_path / "train.py").write_text(_SCRIPT)
+    def start(what, world=3, script=_SCRIPT):
+        (tmp_path / "train.py").write_text(script)
         port = str(free_port())
         for rank in range(world):
             place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -111,6 +134,26 @@ def test_a_rank_that_raises_ends_the_others_with_its_error(job, tmp_path, capsys
     told = capsys.readouterr().out
     assert "Rank 1 raised ValueError: there is no more data after reduce_scatter 0" in told
     assert json.loads((tmp_path / "records" / "rank-0.json").read_text())["header"]["rank"] == 0
+
+
+@pytest.mark.limit(120)
+def test_a_rank_in_a_collective_of_torch_names_the_rank_that_raised_last(job):
+    """torch's error does not: a closed connection."""
+    process = job("barrier", 2, _CALLER)[0]
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("flatshard: rank 0 ends: rank 1 raised ValueError: there is no more data. Rank 0 was")
+    assert "waiting for a collective of torch.distributed after reduce_scatter" in last
+    assert "step 3, backward" in last
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_destroys_its_process_group_after_an_error_of_another_ends_well(job):
+    process = job("caught", 2, _CALLER)[0]
+    told, said = process.communicate(timeout=300)
+    assert "goes on alone" in told
+    assert process.returncode == 0, said
 
 
 @pytest.mark.limit(120)
