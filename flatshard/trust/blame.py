@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,19 +11,35 @@ from pathlib import Path
 
 from flatshard.trust.record import MOST_RANKS, Entry, ReadRecord, decoded, parse_ranges, ranges
 
+_log = logging.getLogger("flatshard")
+
 
 def read_records(folder: Path) -> dict[int, ReadRecord]:
-    """The records of a folder by rank: rings, or the JSON of those that have been dumped. ValueError if it has none."""
-    records = {}
+    """The records of a folder by rank: rings, or the JSON of those that have been dumped. ValueError if it has none.
+
+    Files that are not records are skipped with a warning if others are. If an earlier job of another size has left
+    records there, only those of the last job are read.
+    """
+    records: dict[int, ReadRecord] = {}
+    problems = []
     for path in sorted(folder.glob("rank-*.json")) + sorted(folder.glob("rank-*.ring")):  # rings know the most
         try:
             record = _read(path)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is not a flight record: {error}") from error
+            problems.append(f"{path} is not a flight record: {error}")
+            continue
         records[record.header["rank"]] = record
-    if not records:
-        raise ValueError(f"no flight records (rank-*.ring, rank-*.json) in {folder}")
-    return records
+    if records:
+        for problem in problems:
+            _log.warning("%s", problem)
+        last = max(records.values(), key=_started).header.get("world", 1)
+        return {rank: record for rank, record in records.items() if record.header.get("world", 1) == last}
+    raise ValueError(*problems[:1] or [f"no flight records (rank-*.ring, rank-*.json) in {folder}"])
+
+
+def _started(record: ReadRecord) -> float:
+    at = record.header.get("started")
+    return at if isinstance(at, (int, float)) else 0.0
 
 
 def _read(path: Path) -> ReadRecord:
@@ -62,14 +79,22 @@ def blame(records: dict[int, ReadRecord]) -> str:
     if differences:
         sentences += [text for _, text in sorted(differences)][:2]
     elif len(sentences) == 1:
+        heard = [f"Rank {rank} ended: {said}." for rank, record in sorted(records.items()) if (said := _heard(record))]
+        sentences += heard[:1]
         sentences.append("In every group all ranks launched the same collectives, as far as the records go back.")
     pending = Counter(str(e) for r in records.values() for e in r.entries if not e.ended and "looked" in r.header)
     if not differences and pending:
         text, count = pending.most_common(1)[0]
-        # A rank without a record may not have launched it.
-        remedy = "" if absent else ": check the network"
-        sentences.append(f"{count} ranks launched {text}, which has not ended{remedy}.")
+        # A rank without a record may not have launched it, and one that was killed may have launched it before.
+        remedy = "" if absent or any(map(_heard, records.values())) else ": check the network"
+        sentences.append(f"{count} {'rank' if count == 1 else 'ranks'} launched {text}, which has not ended{remedy}.")
     return " ".join(sentences)
+
+
+def _heard(record: ReadRecord) -> str:
+    """What a rank has heard about the end of another one, if anything."""
+    kind, _, text = str(record.header.get("error", "")).partition(": ")
+    return text if kind == "PeerError" else ""
 
 
 def _by_group(records: dict[int, ReadRecord]) -> dict[str, dict[int, list[Entry]]]:

@@ -387,11 +387,11 @@ def test_a_record_that_cannot_be_in_its_folder_stays_in_memory(tmp_path, monkeyp
         records_folder()
 
 
-def _recorded(tmp_path, launches):
+def _recorded(tmp_path, launches, **told):
     """Records of ranks that have launched so many of the same units; a name in place of a number is another one."""
     for rank, names in enumerate(launches):
         record = FlightRecord()
-        record.keep_in(tmp_path, rank, world=len(launches))
+        record.keep_in(tmp_path, rank, world=len(launches), **told)
         launches_of = record.group(f"gather {ranges(range(len(launches)))}")
         for name in names:
             record.append(launches_of, 0, name, 8, _Done(False))
@@ -423,6 +423,30 @@ def test_blame_of_what_is_no_record(tmp_path, capsys):
     (tmp_path / "rank-0.ring").write_bytes(b"nothing")
     assert main(["blame", str(tmp_path)]) == 2
     assert "is not a flight record" in capsys.readouterr().err
+
+
+def test_blame_skips_what_is_no_record_beside_records(tmp_path, caplog):
+    _recorded(tmp_path, ["ab", "ab", "ab"])
+    (tmp_path / "rank-2.ring").write_bytes(b"the disk was full")
+    assert blame(read_records(tmp_path)).startswith("Records of 2 of 3 ranks. No record of rank 2")
+    assert "rank-2.ring is not a flight record" in caplog.text
+
+
+def test_blame_reads_the_records_of_the_last_job(tmp_path):
+    _recorded(tmp_path, ["abc", "ab", "abc"])
+    _recorded(tmp_path, ["a", "a"], started=time.time())
+    assert blame(read_records(tmp_path)) == (
+        "Records of 2 of 2 ranks. In every group all ranks launched the same collectives, as far as the records go "
+        "back. 2 ranks launched all_gather a (8 bytes, step 0), which has not ended: check the network."
+    )
+
+
+def test_blame_says_what_a_rank_has_heard_if_records_do_not_differ(tmp_path):
+    """A rank that is killed may have launched the collective that the others wait for."""
+    _recorded(tmp_path, ["a", "a"], error="PeerError: rank 1 ended without a message: it was killed or crashed")
+    told = blame(read_records(tmp_path))
+    assert "Rank 0 ended: rank 1 ended without a message: it was killed or crashed." in told
+    assert "network" not in told
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [1, 3, 5], [0, 1, 5], [4, 3]])
