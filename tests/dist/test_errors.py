@@ -151,6 +151,15 @@ def test_a_mistake_is_refused_with_the_fix_and_changes_nothing(ranks, body):
     ranks(2, body)
 
 
+def _one_group_reversed(rank: int, world: int) -> None:
+    net, mesh = nn.Linear(4, 3), DeviceMesh("cpu", [[0, 1], [3, 2]])
+    refused(net, lambda: fully_shard(net, mesh=mesh), ValueError, "ascending order")
+
+
+def test_all_ranks_refuse_a_mesh_of_which_one_group_is_reversed(ranks):
+    ranks(4, _one_group_reversed)
+
+
 def test_without_a_process_group_the_error_names_torchrun():
     model = nn.Linear(4, 4)
     refused(model, lambda: fully_shard(model), RuntimeError, "torchrun", "init_process_group")

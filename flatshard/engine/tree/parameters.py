@@ -248,11 +248,11 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
 
 
 def _check_place(mesh: DeviceMesh) -> None:
-    place = mesh.get_coordinate()
-    if place is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not in mesh {mesh}; call fully_shard only on ranks of the mesh")
-    # Process groups sort their ranks: a part's number in the mesh would be another rank's in the collective.
-    if list(place) != [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]:
+    # Process groups sort their ranks: a part's number in the mesh would be another rank's in the collective. All ranks
+    # of the mesh must raise, those whose own groups are in order too.
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
         raise ValueError(
             f"mesh {mesh} has ranks in another order than its process groups; list them in ascending order along each "
             "axis"
