@@ -24,7 +24,7 @@ from flatshard._torch.dtensors import (
     AsyncCollectiveTensor, DispatchingDTensor, Spec, StridedShard, as_parameter, bare_wrapper, box_at, boxes_of,
     data_parallel_mesh, dtensor_of, dtensors_over, flattened_names, held_of, in_box, join_meshes, keep_values,
     replace_local, like_dtensor, local_of, local_part, local_rows, make_dtensor, make_spec, part_of, rebased,
-    share_data, spec_of, spec_with_dtype,
+    require_backward, share_data, spec_of, spec_with_dtype,
 )
 from flatshard._torch.fsdp import (
     FSDP_BODY, FSDP_HOMES, FSDP_INTERNALS, FSDP_NAMES, REDUCES_IN_GRAD_DTYPE, FSDPState, is_replicated,

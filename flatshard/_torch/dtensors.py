@@ -42,12 +42,35 @@ class DispatchingDTensor(DTensor):
         ) -> Any:
             with _Dispatching(cls), torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            if any(isinstance(leaf, cls) and not leaf.is_leaf for leaf in pytree_leaves(result)):
-                raise NotImplementedError(
-                    f"{func}: a backward through a {cls.__name__} needs torch 2.13 or newer; this is "
-                    f"{torch.__version__}. Call it under torch.no_grad()"
-                )
+                if torch.is_grad_enabled() and any(map(_is_derived, pytree_leaves(result))):
+                    leaves = pytree_leaves((args, kwargs, result))
+                    _refuse_backward([leaf for leaf in leaves if isinstance(leaf, cls) and leaf.requires_grad])
             return result
+
+
+def require_backward(cls: type[DTensor]) -> None:
+    """Raise if a backward would make DTensors of the gradients of this class: it starts its operations in C++."""
+    if not _SUBCLASSES_DISPATCH:
+        raise NotImplementedError(
+            f"a backward through a {cls.__name__} needs torch 2.13 or newer; this is {torch.__version__}"
+        )
+
+
+def _is_derived(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _refuse_backward(tensors: Sequence[DTensor]) -> None:
+    """Make a backward raise that reaches one of these."""
+    for tensor in tensors:
+        made_by: Any = tensor.grad_fn
+        if made_by is None:
+            made_by = torch.ops.aten.alias(tensor).grad_fn.next_functions[0][0]  # what accumulates its gradient
+        made_by.register_prehook(functools.partial(_refuse, type(tensor)))
+
+
+def _refuse(cls: type[DTensor], gradients: Any) -> None:
+    require_backward(cls)
 
 
 class _Dispatching(TorchDispatchMode):

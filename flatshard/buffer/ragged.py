@@ -108,6 +108,14 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         """The same rows of another tensor."""
         return RaggedDTensor.make(local, self, self._cut)
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The rows of this rank. Their gradient is that of the same rows."""
+        local = _torch.local_of(self)
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return local
+        made: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+        return made
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, on every rank. A collective call; no gradient flows through it."""
         cut, local = self._cut, _torch.local_of(self).detach()
@@ -189,6 +197,10 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         first = next(arg for arg in args if isinstance(arg, (list, tuple)))
         return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
 
+    def __tensor_flatten__(self) -> Any:
+        """Refused: compilers would make DTensors of the parts, with torch.chunk's rows."""
+        raise NotImplementedError(_refusal("torch.compile of operations", self))
+
     # torch.distributed.checkpoint
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -207,6 +219,18 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         return _torch.local_of(self)
 
 
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ragged: RaggedDTensor) -> torch.Tensor:
+        ctx.ragged, local = ragged, _torch.local_of(ragged)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _torch.require_backward(RaggedDTensor)
+        return ctx.ragged.with_local(grad)
+
+
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """A box of a tensor, as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -220,13 +244,15 @@ def write_item(fqn: str, box: ChunkStorageMetadata, shape: torch.Size, local: to
 
 _KEEPING = {
     *("detach", "alias", "clone", "_to_copy", "copy_", "lift_fresh"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "zero_", "fill_", "masked_fill_"),
 }
 
 
 def _is_elementwise(func: Any) -> bool:
     """Whether each element of the result depends only on the same element of the arguments."""
     name = func._schema.name.removeprefix("aten::")
+    if name == "equal":  # has the tag, and returns a bool
+        return False
     return name in _KEEPING or name.startswith(("_foreach_", "_fused_")) or torch.Tag.pointwise in func.tags
 
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from flatshard.buffer import DBuffer, Lane, Pool
 from flatshard.buffer.dtensor import as_dtensor
@@ -183,6 +184,35 @@ def dtensors_are_canonical(rank, world, device):
         ragged + as_dtensor(packed, 0)
     with pytest.raises(NotImplementedError, match="into a plain tensor"):
         pair[1].copy_(ragged)
-    if torch.__version__ < "2.13":
-        with pytest.raises(NotImplementedError, match=r"needs torch 2\.13"):
-            ragged.detach().requires_grad_() * 2
+    with pytest.raises(NotImplementedError, match=r"aten\.equal"):
+        torch.equal(ragged, ragged)
+
+
+def gradients_of_ragged_shards(rank: int, world: int, device: str = "cpu") -> None:
+    """Gradients have the rows of what they are gradients of. Before torch 2.13 a backward raises, and nothing else."""
+    mesh = init_device_mesh(device, (world,))
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3, device=device), torch.randn(7, 3, device=device)]
+    packed = DBuffer.distribute(values, plan([(5, 3), (7, 3)], world, layout="flat"), mesh, [Flat()])
+    for function in (
+        lambda tensor: tensor.norm(),
+        lambda tensor: (tensor * 2).norm(),
+        lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
+    ):
+        whole = values[1].clone().requires_grad_()
+        ragged = as_dtensor(packed, 1).detach().requires_grad_()
+        loss = function(ragged)
+        if torch.__version__ < "2.13":
+            with pytest.raises(NotImplementedError, match=r"needs torch 2\.13"):
+                loss.backward()
+            assert ragged.grad is None
+            continue
+        loss.backward()
+        function(whole).backward()
+        torch.testing.assert_close(ragged.grad.full_tensor(), whole.grad)
+    fixed, other = as_dtensor(packed, 1).detach().requires_grad_(), torch.ones(3, device=device, requires_grad=True)
+    fixed.clone().detach()
+    (other * 2).to(fixed).sum().backward()  # of which `fixed` gives only the dtype
+    assert other.grad is not None
+    with pytest.raises(Exception, match=r"torch\.compile of operations: not supported"):
+        torch.compile(lambda tensor: tensor * 2, backend="eager")(ragged)

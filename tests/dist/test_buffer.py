@@ -49,6 +49,11 @@ def test_dtensors_are_the_shards_of_torch_chunk(ranks, world):
     assert ranks(world, cases.dtensors_are_canonical, "cpu") == [None] * world
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_ragged_shards_are_ragged(ranks, world):
+    ranks(world, cases.gradients_of_ragged_shards)
+
+
 def _refusals(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     planned, other = plan([(4, 2)], world), plan([(4, 3)], world)
