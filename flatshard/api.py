@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatshard import _arguments, _torch
+from flatshard.buffer.ragged import allow_loading
 from flatshard.buffer.rules import add_rules
 from flatshard.copying import copy_module
 from flatshard.engine.gradients.gradients import GradientScale
@@ -145,6 +146,7 @@ def make_unit(modules: Sequence[nn.Module], choices: Choices) -> Unit:
     """Make a unit of modules, and change their classes to `FSDPModule` subclasses."""
     add_rules()
     share_data()
+    allow_loading()
     watch_steps()
     unit = build_unit(modules, choices, find_root)
     unit.configure(refuses_meta=installed.refuses_meta)

@@ -8,6 +8,7 @@ would assume torch.chunk's rows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from flatshard import _torch
 from flatshard.buffer.groups import joint_group
 from flatshard.buffer.lanes import Lane
 from flatshard.buffer.rules import are_cut_alike, is_masked_fill
-from flatshard.layout import Holding, Layout, holding
+from flatshard.layout import Holding, Layout, Segment, Slot, holding
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +218,12 @@ class RaggedDTensor(_torch.DispatchingDTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return _torch.local_of(self)
+
+
+@functools.cache
+def allow_loading() -> None:
+    """Let ``torch.load(weights_only=True)`` load ragged shards, as it does DTensors."""
+    torch.serialization.add_safe_globals([RaggedDTensor, Cut, Layout, Segment, Slot])
 
 
 class _ToLocal(torch.autograd.Function):

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 LayoutName: TypeAlias = Literal["tensor", "flat", "auto"]
 Shape: TypeAlias = tuple[int, ...]
@@ -85,6 +85,10 @@ class Layout:
     _starts: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, compare=False, repr=False)
     _windows: dict[tuple[int, int], tuple[Window, ...]] = field(default_factory=dict, compare=False, repr=False)
     _parts: dict[tuple[int, int, int], Parts] = field(default_factory=dict, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        """Without what has been computed since."""
+        return Layout, (self.slots, self.segments, self.num_shards)
 
     def run_starts(self, pieces: int) -> tuple[int, ...]:
         """The offset of each segment's run in a buffer that holds ``pieces`` consecutive pieces of every segment."""

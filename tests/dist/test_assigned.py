@@ -1,6 +1,7 @@
 """Parameters that are put into modules after sharding are the group's from then on: an optimizer trains them."""
 
 import copy
+import io
 from typing import ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.units.unit import unit_of
 from tests.dist.models import batches, make_net
+from tests.dist.models import loss_of as loss_of_net
 from tests.dist.test_engine import ROWS, full, shard_net
 from tests.dist.test_moved import backward, compare, sharded, step
 from tests.dist.test_one_by_one import Language, language, loss_of, meta_language, shard, tokens_of, train_alike
@@ -371,6 +373,31 @@ def _data(rank, world, layout):
 @pytest.mark.parametrize("layout", ["tensor", "flat"])
 def test_assigned_data_is_copied_or_refused(ranks, layout):
     ranks(2, _data, layout)
+
+
+def _saved_by_torch(rank, world):
+    """Each rank saves and loads its own shards. ``weights_only`` is torch's default."""
+    model = sharded(world, (1, 3, None, "flat"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of_net(model, next(batches(1, ROWS))).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other = sharded(world, (1, 3, None, "flat"))
+    again = torch.optim.AdamW(other.parameters())
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    for ours, theirs in zip(other.parameters(), model.parameters()):
+        pairs = [(again.state[ours][name], optimizer.state[theirs][name]) for name in ("exp_avg", "exp_avg_sq")]
+        for found, wanted in [(ours, theirs), *pairs]:
+            assert type(found) is type(wanted)
+            assert torch.equal(found.to_local(), wanted.to_local())
+
+
+def test_shards_that_torch_saves_are_loaded(ranks):
+    ranks(2, _saved_by_torch)
 
 
 def _called(rank, world):

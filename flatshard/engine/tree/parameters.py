@@ -214,6 +214,7 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
     by_kind: dict[Kind, list[Named]] = {}
     plain: list[Named] = []
     dims: dict[nn.Parameter, int] = {}
+    meshes: set[DeviceMesh] = set()
     for named in owned.values():
         parameter, marked = named[1], _is_marked(named)
         if marked and not parameter.requires_grad:
@@ -222,7 +223,9 @@ def sort_parameters(modules: Sequence[nn.Module], choices: Choices) -> Sorted:
         given, means_own = choices.where.of(named[0], parameter)
         mesh = given.mesh or choices.mesh
         dims[parameter] = _dim(named[0], parameter, given.dim, mesh, choices)
-        _check_place(mesh)
+        if mesh not in meshes:
+            _check_place(mesh)
+            meshes.add(mesh)
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != mesh.device_type:
             raise ValueError(
                 f"parameter '{named[0]}': Requires DTensor to have mesh of the same type as the FSDP mesh but got "
