@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -118,7 +118,15 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         return made
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on every rank. A collective call; no gradient flows through it."""
+        """The whole tensor, on every rank. A collective call. The gradient of a rank's rows is this rank's own."""
+        if grad_placements is not None and not all(isinstance(p, Replicate) for p in grad_placements):
+            raise NotImplementedError(_refusal(f"full_tensor(grad_placements={grad_placements})", self))
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._whole()
+        made: torch.Tensor = _ToWhole.apply(self)  # type: ignore[no-untyped-call]
+        return made
+
+    def _whole(self) -> torch.Tensor:
         cut, local = self._cut, _torch.local_of(self).detach()
         pieces = [cut.rows(Holding(piece, 1))[1] for piece in range(cut.layout.num_shards)]
         if sum(count > 0 for count in pieces) == 1 and local.device.type != "meta":
@@ -185,6 +193,7 @@ class RaggedDTensor(_torch.DispatchingDTensor):
             return args[0].with_local(local.new_empty(local.shape, **kwargs))
         if not _is_elementwise(func) and not is_masked_fill(func, args):
             raise NotImplementedError(_refusal(str(func), ragged[0]))
+        args = _cut_whole(func, ragged[0], args)
         _require_same_rows(func, args, kwargs)
         local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
         result = func(*local_args, **local_kwargs)
@@ -238,6 +247,18 @@ class _ToLocal(torch.autograd.Function):
         return ctx.ragged.with_local(grad)
 
 
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ragged: RaggedDTensor) -> torch.Tensor:
+        ctx.ragged = ragged
+        return ragged._whole()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _torch.require_backward(RaggedDTensor)
+        return ctx.ragged.with_local(_torch.part_of(grad, ctx.ragged).contiguous())
+
+
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """A box of a tensor, as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -261,6 +282,19 @@ def _is_elementwise(func: Any) -> bool:
     if name == "equal":  # has the tag, and returns a bool
         return False
     return name in _KEEPING or name.startswith(("_foreach_", "_fused_")) or torch.Tag.pointwise in func.tags
+
+
+def _cut_whole(func: Any, ragged: RaggedDTensor, args: Any) -> Any:
+    """With this rank's rows of whole tensors that are only read: in a backward, gradients of sums are whole."""
+
+    def cut(value: Any) -> Any:
+        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == ragged.shape
+        if not is_whole or value.numel() == 1 or value.requires_grad:
+            return value
+        return ragged.with_local(_torch.part_of(value, ragged).contiguous())
+
+    writes = func._schema.name.endswith("_")
+    return (*args[:writes], *map(cut, args[writes:]))
 
 
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
@@ -308,15 +342,16 @@ def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
 # Reductions: each rank reduces its rows, then the ranks of every sharded axis reduce the results.
 
 
-def _all_reduced(cut: Cut, local: torch.Tensor, biggest: bool) -> torch.Tensor:
+def _all_reduced(cut: Cut, local: torch.Tensor, how: Literal["sum", "amax", "amin"]) -> torch.Tensor:
     lane, axes = Lane("norm", local.device), [axis for axis, sharded in enumerate(cut.sharded) if sharded]
     group = joint_group(cut.mesh, axes)
-    if biggest:
-        parts = local.new_empty(group.size() * local.numel())
-        lane.all_gather(group, [parts], [local.reshape(-1)], after=(lane.mark(),), name="norm").wait()
-        return parts.view(group.size(), *local.shape).amax(0)
-    lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
-    return local
+    if how == "sum":
+        lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
+        return local
+    parts = local.new_empty(group.size() * local.numel())
+    lane.all_gather(group, [parts], [local.reshape(-1)], after=(lane.mark(),), name="norm").wait()
+    parts = parts.view(group.size(), *local.shape)
+    return parts.amax(0) if how == "amax" else parts.amin(0)
 
 
 def _norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -338,7 +373,7 @@ def _norms(tensors: Sequence[DTensor], order: float, dtype: torch.dtype | None) 
         power = 1.0 if order in (math.inf, 0.0) else order
         first = tensors[numbers[0]]
         assert isinstance(first, RaggedDTensor)
-        total = _all_reduced(first._cut, norms.pow(power), order == math.inf).pow(1 / power)
+        total = _all_reduced(first._cut, norms.pow(power), "amax" if order == math.inf else "sum").pow(1 / power)
         results.update(zip(numbers, total.unbind()))
     return [results[number] for number in range(len(tensors))]
 
@@ -355,10 +390,17 @@ def _foreach_norm(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs:
     return _norms(args[0], float(order), args[2] if len(args) > 2 else kwargs.get("dtype"))
 
 
-def _sum(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> torch.Tensor:
+def _of_all(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> torch.Tensor:
+    """A sum, mean, maximum or minimum of all elements, and whether any or all of them are true."""
     if len(args) > 1:
-        raise NotImplementedError(_refusal(f"{func} along a dim"))
-    return _all_reduced(ragged[0]._cut, _torch.local_of(ragged[0]).sum(**kwargs), False)
+        raise NotImplementedError(_refusal(f"{func} of more than one tensor, or along a dim"))
+    name, cut, local = func._schema.name.removeprefix("aten::"), ragged[0]._cut, _torch.local_of(ragged[0])
+    if name in ("sum", "mean"):
+        total = _all_reduced(cut, local.sum(**kwargs), "sum")
+        return total / ragged[0].numel() if name == "mean" else total
+    if name in ("max", "min") and not local.numel():
+        local = local.new_full((1,), -math.inf if name == "max" else math.inf)
+    return _all_reduced(cut, func(local, **kwargs), "amax" if name in ("max", "any") else "amin")
 
 
 def _unscale(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any) -> None:
@@ -369,12 +411,12 @@ def _unscale(func: Any, ragged: Sequence[RaggedDTensor], args: Any, kwargs: Any)
         func(canonical, found_inf, scale)
     func([_torch.local_of(grad) for grad in ragged], found_inf, scale)
     for cut in {(id(grad._cut.mesh), grad._cut.sharded): grad._cut for grad in ragged}.values():
-        found_inf.copy_(_all_reduced(cut, found_inf.clone(), True))
+        found_inf.copy_(_all_reduced(cut, found_inf.clone(), "amax"))
 
 
 _REDUCTIONS: dict[str, Callable[[Any, Sequence[RaggedDTensor], Any, Any], Any]] = {
     "aten::linalg_vector_norm": _vector_norm,
     "aten::_foreach_norm": _foreach_norm,
-    "aten::sum": _sum,
+    **{f"aten::{name}": _of_all for name in ("sum", "mean", "max", "min", "any", "all")},
     "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }

@@ -177,7 +177,10 @@ def dtensors_are_canonical(rank, world, device):
     assert torch.equal(ragged.full_tensor(), pair[1])
     assert torch.equal((ragged * 2 + 1).full_tensor(), pair[1] * 2 + 1)
     torch.testing.assert_close(torch.linalg.vector_norm(ragged), torch.linalg.vector_norm(pair[1]))
-    torch.testing.assert_close(ragged.sum(), pair[1].sum())
+    for name in ("sum", "mean", "max", "min"):
+        torch.testing.assert_close(getattr(ragged, name)(), getattr(pair[1], name)())
+    most = pair[1].max()
+    assert [(ragged < most).all().item(), (ragged == most).any().item(), (ragged > most).any().item()] == [0, 1, 0]
     with pytest.raises(NotImplementedError, match="layout='tensor'"):
         ragged @ ragged.t()
     with pytest.raises(NotImplementedError, match="sharded differently"):
@@ -198,6 +201,8 @@ def gradients_of_ragged_shards(rank: int, world: int, device: str = "cpu") -> No
         lambda tensor: tensor.norm(),
         lambda tensor: (tensor * 2).norm(),
         lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
+        lambda tensor: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
+        lambda tensor: tensor.abs().sum() + tensor.pow(2).mean() + tensor.max() - tensor.min(),
     ):
         whole = values[1].clone().requires_grad_()
         ragged = as_dtensor(packed, 1).detach().requires_grad_()

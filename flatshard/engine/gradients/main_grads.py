@@ -183,6 +183,8 @@ class MainGrads:
             return self.kept[index]
         sharded = self.params[index].sharded
         found: torch.Tensor | None = getattr(sharded, DECOUPLED) if self.is_decoupled else sharded.grad
+        if found is not None and not isinstance(found, DTensor):  # the gradient of a sum of ragged shards is whole
+            return _torch.like_dtensor(sharded, _torch.part_of(found, sharded).contiguous())
         return found
 
     def _set(self, index: int, grad: torch.Tensor | None) -> None:
