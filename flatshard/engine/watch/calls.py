@@ -42,20 +42,9 @@ class Call:
     """
 
     __slots__ = (
-        *("__weakref__", "_all", "_watched", "backward", "forward"),
-        *(
-            "unwatched",
-            "in_recompute",
-            "inner",
-            "left",
-            "outer",
-            "passed",
-            "unwatched_readers",
-            "running",
-            "unit",
-            "watches",
-        ),
-    )
+        "__weakref__", "_all", "_watched", "backward", "forward", "in_recompute", "inner", "left", "outer", "passed",
+        "running", "unit", "unwatched", "unwatched_readers", "watches",
+    )  # fmt: skip
 
     def __init__(
         self, unit: Owner, modules: frozenset[int], forward: int, before: Call | None, recompute: bool
