@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -118,11 +119,8 @@ def _named(ranks: list[int], name: str) -> Iterator[None]:
         mine = use_hashed_name and threading.get_ident() == thread and list(given) == ranks
         return name if mine else theirs(given, use_hashed_name)
 
-    c10d._process_group_name = ours  # type: ignore[assignment]
-    try:
+    with patch.object(c10d, "_process_group_name", ours):
         yield
-    finally:
-        c10d._process_group_name = theirs
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim import Optimizer
@@ -43,14 +44,11 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
 @contextmanager
 def loading_to_host() -> Iterator[None]:
     """Within it, `Optimizer.load_state_dict` loads state to host memory, not to the devices of parameters."""
-    rule = Optimizer._process_value_according_to_param_policy
+    name = "_process_value_according_to_param_policy"
+    rule = getattr(Optimizer, name)
 
-    def to_host(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to_host(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return rule(torch.empty(0, dtype=param.dtype), value, *args, **kwargs)
 
-    owner: Any = Optimizer
-    owner._process_value_according_to_param_policy = staticmethod(to_host)
-    try:
+    with patch.object(Optimizer, name, staticmethod(to_host)):
         yield
-    finally:
-        owner._process_value_according_to_param_policy = staticmethod(rule)
