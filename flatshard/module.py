@@ -188,9 +188,6 @@ class FSDPModule(TorchFSDPModule):
                     parameter.grad = None
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
-            if set_to_none:
-                with _torch.PlainAttributes():
-                    group.gradients.main_grads.free_cleared()
         for root in _roots(self, True) if set_to_none else ():
             root.free_cleared_gradients()
 
