@@ -219,10 +219,8 @@ class _Graph:
         self.optimizers = list(optimizers)
         self._ranks = sorted({rank for root in roots for mesh in root.meshes for rank in mesh.mesh.flatten().tolist()})
         self._places, self._gradients = _places(roots), _gradients(roots)
-        self._hyperparameters, self._states = (
-            _hyperparameters(optimizers),
-            [state_places(optimizer) for optimizer in optimizers],
-        )
+        self._hyperparameters = _hyperparameters(optimizers)
+        self._states = [state_places(optimizer) for optimizer in optimizers]
         _graphs.add(self)
 
     def check(self) -> None:
