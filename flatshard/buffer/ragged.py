@@ -127,34 +127,14 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         return made
 
     def _whole(self) -> torch.Tensor:
+        """A sum of bytes, which are zero where other ranks have rows: it takes no memory beyond the result."""
         cut, local = self._cut, _torch.local_of(self).detach()
-        pieces = [cut.rows(Holding(piece, 1))[1] for piece in range(cut.layout.num_shards)]
-        if sum(count > 0 for count in pieces) == 1 and local.device.type != "meta":
-            return self._from_one(local)
-        rows = local.movedim(cut.dim, 0)
-        padded = rows.new_zeros(max(pieces), *rows.shape[1:])
-        padded[: len(rows)].copy_(rows)
-        current = padded.reshape(-1)
-        lane = Lane("full_tensor", local.device)
+        whole = local.new_zeros(self.shape)
+        whole.narrow(cut.dim, *cut.rows(cut.held)).copy_(local)
+        lane, bits = Lane("full_tensor", local.device), whole.view(-1).view(torch.uint8)
         for axis, sharded in enumerate(cut.sharded):
-            if sharded and current.numel():
-                gathered = current.new_empty(cut.mesh.size(axis) * current.numel())
-                group = lane.group(cut.mesh, axis)
-                lane.all_gather(group, [gathered], [current], after=(lane.mark(),), name="full_tensor").wait()
-                current = gathered
-        if not current.numel():
-            return local.new_empty(self.shape)
-        by_piece = current.view(cut.layout.num_shards, *padded.shape)
-        whole = torch.cat([by_piece[piece, :count] for piece, count in enumerate(pieces)])
-        return whole.movedim(0, cut.dim).contiguous()
-
-    def _from_one(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, where one rank has it all: a sum of bytes, which are zero on the others."""
-        axes = [axis for axis, sharded in enumerate(self._cut.sharded) if sharded]
-        whole = local.contiguous().clone() if local.numel() else local.new_zeros(self.shape)
-        lane, group = Lane("full_tensor", local.device), joint_group(self._cut.mesh, axes)
-        flat = whole.view(-1).view(torch.uint8)
-        lane.all_reduce(group, [flat], after=(lane.mark(),), name="full_tensor").wait()
+            if sharded and bits.numel():
+                lane.all_reduce(lane.group(cut.mesh, axis), [bits], after=(lane.mark(),), name="full_tensor").wait()
         return whole
 
     @property
