@@ -166,14 +166,11 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     mesh, axes = dtensor.device_mesh, sorted(_inner_first(dtensor.placements))
     if not axes:
         return local.clone()
-    lane, group = _lane(dtensor), joint_group(mesh, axes)
-    boxes = gathered_rows(lane, group, torch.tensor([*box.offsets, *box.sizes], device=lane.device), "uneven")
-    sizes = boxes[:, local.dim() :]
-    padded = torch.nn.functional.pad(local.flatten(), (0, int(sizes.prod(1).max()) - local.numel()))
     whole = local.new_zeros(dtensor.shape)
-    for part, place, size in zip(gathered_rows(lane, group, padded, "uneven"), boxes.tolist(), sizes.tolist()):
-        into = _torch.in_box(whole, place, size)
-        into.copy_(part[: into.numel()].view(size))
+    _torch.in_box(whole, box.offsets, local.shape).copy_(local)
+    if whole.numel():  # a sum of bytes, which are zero where other ranks have values
+        lane, bits = _lane(dtensor), whole.view(-1).view(torch.uint8)
+        lane.all_reduce(joint_group(mesh, axes), [bits], after=(lane.mark(),), name="uneven").wait()
     return whole
 
 
