@@ -23,8 +23,8 @@ def test_gather_in_place_keeps_the_identity_of_views(ranks, layout):
     assert ranks(2, cases.in_place_gather, "cuda", layout, torch.bfloat16) == [None] * 2
 
 
-def test_lanes_with_their_own_groups_and_given_outputs(ranks):
-    assert ranks(2, cases.given_outputs_and_lanes, "cuda") == [None] * 2
+def test_lanes_with_their_own_groups(ranks):
+    assert ranks(2, cases.lanes_with_their_own_groups, "cuda") == [None] * 2
 
 
 def test_fp8_travels_as_bytes(ranks):

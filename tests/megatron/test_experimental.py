@@ -266,6 +266,8 @@ def _buffers(rank, world):
         other = DBuffer(mesh, [placement], cut.layout, torch.float32, "cpu")
         assert whole.scatter(0, placement, out=other) is other
         assert other.local_buffer.equal(cut.local_buffer)
+        with pytest.raises(ValueError, match="`out` must have placements"):
+            whole.scatter(0, placement, out=whole)
     for op, scale in ((dist.ReduceOp.SUM, world * (world + 1) / 2), (AVG, (world + 1) / 2)):
         mine = DBuffer.distribute_tensors([tensor * (rank + 1) for tensor in tensors], mesh, [Partial(op)])
         for result in (mine.allreduce(0), mine.reduce_scatter(0, Flat()).allgather(0)):

@@ -151,9 +151,7 @@ class DBuffer:
         """The same values in another dtype; this buffer if it has that dtype."""
         if out is None and dtype == self.dtype:
             return self
-        target = self._target(out, self.placements, dtype)
-        target.local_buffer.copy_(self.local_buffer)
-        return target
+        return self._made(self.local_buffer.to(dtype), self.placements, out)
 
     def redistribute(self, new_placements: Iterable[Placement], *, out: DBuffer | None = None) -> DBuffer:
         """The same values under other placements; this buffer if it has those."""
@@ -167,14 +165,7 @@ class DBuffer:
                     raise NotImplementedError(f"axis {axis}: Replicate can become Partial of an average, not of a sum")
                 relabelled[axis] = new
         source = buffer.DBuffer(self.layout.engine, self.mesh, relabelled, self.local_buffer)
-        if out is None and cut == relabelled:
-            return DBuffer(self.mesh, wanted, self.layout, self.dtype, self.device, local=self.local_buffer)
-        target = self._target(out, wanted, self.dtype)
-        own = target.local_buffer.untyped_storage().data_ptr() == self.local_buffer.untyped_storage().data_ptr()
-        result = redistribute(source, cut, out=None if own else target._engine)
-        if own:
-            target.local_buffer.copy_(result.local)
-        return target
+        return self._made(redistribute(source, cut).local, wanted, out)
 
     def allgather(self, mesh_axis: int, *, out: DBuffer | None = None) -> DBuffer:
         """Change a sharded axis to Replicate."""
@@ -198,13 +189,15 @@ class DBuffer:
         wanted = [*self.placements[:axis], new, *self.placements[axis + 1 :]]
         return self.view(wanted) if method == "scatter" and out is None else self.redistribute(wanted, out=out)
 
-    def _target(self, out: DBuffer | None, placements: tuple[Placement, ...], dtype: torch.dtype) -> DBuffer:
+    def _made(self, local: torch.Tensor, placements: tuple[Placement, ...], out: DBuffer | None) -> DBuffer:
+        """A buffer over ``local``, or ``out`` with its values."""
         if out is None:
-            return DBuffer(self.mesh, placements, self.layout, dtype, self.device)
-        wanted = _engine_placements(placements)
+            return DBuffer(self.mesh, placements, self.layout, local.dtype, self.device, local=local)
+        wanted, dtype = _engine_placements(placements), local.dtype
         actual = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
         if actual != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
+        out.local_buffer.copy_(local)
         return out
 
 
