@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from flatshard import _torch
 from flatshard.api import fully_shard, microbatch
-from flatshard.buffer import Lane
+from flatshard.buffer import broadcast
 from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import DECOUPLED, MainGrads
 from flatshard.engine.tree.build import units_below
@@ -309,12 +309,11 @@ class MegatronFSDP(nn.Module):
 
     def broadcast_params(self) -> None:
         """Broadcast shards that several ranks hold from the first of these ranks. All ranks call it."""
-        lane = Lane("broadcast", torch.device(self.dist_index.device_mesh.device_type))
         for parameter in (p for p in self.parameters() if isinstance(p, DTensor) and p.to_local().numel()):
             mesh = parameter.device_mesh
             for axis, placement in enumerate(parameter.placements):
                 if isinstance(placement, Replicate) and mesh.size(axis) > 1:
-                    utils.broadcast_from_first(lane, mesh, axis, parameter.to_local().detach())
+                    broadcast(mesh.get_group(axis), parameter.to_local().detach()).wait()
         self._root.refresh_weights()
 
     def _replace_param_with_raw_if_needed(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _torch
-from flatshard.buffer import Lane, Pool
+from flatshard.buffer import Pool, broadcast
 from flatshard.buffer.dtensor import Parallel, composed
 from flatshard.engine.tree.build import units_below
 from flatshard.engine.units.unit import unit_of
@@ -127,7 +127,7 @@ def make_fsdp_dtensor(
         if dim is not None:
             made = DTensor.from_local(torch.empty_like(param, device="meta"), tp, [Shard(dim)], run_check=False)
         elif force_sync_tp_duplicated_param:
-            utils.broadcast_from_first(Lane("duplicates", torch.device(mesh.device_type)), tp, 0, local_tensor)
+            broadcast(tp.get_group(), local_tensor.detach()).wait()
     local = local_tensor.detach().view(-1, *part.shape[1:]) if part.dim() else local_tensor.detach()
     for axis in reversed(range(mesh.ndim)):  # the last axis shards first
         cut = is_sharded_param and (axis == mesh.ndim - 1 or outer)

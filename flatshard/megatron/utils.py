@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flatshard import _torch
 from flatshard.api import no_shard
-from flatshard.buffer import Lane
 from flatshard.engine.parameters.sharded_param import PLAIN
 from flatshard.engine.tree.summary import check_buffers, summary
 from flatshard.module import FSDPModule
@@ -284,13 +283,6 @@ def register_memory(unit: FSDPModule | None, mesh: DeviceMesh, symmetric: bool =
         unit.set_symm_mem_for_comm()
     elif unit is not None:
         unit.set_allocate_memory_from_process_group_for_comm(True)
-
-
-def broadcast_from_first(lane: Lane, mesh: DeviceMesh, axis: int, local: torch.Tensor) -> None:
-    """Broadcast ``local`` from the first rank of an axis. All ranks of the axis call it."""
-    if mesh.get_local_rank(axis):
-        local.zero_()
-    lane.all_reduce(lane.group(mesh, axis), [local], after=(lane.mark(),), name="broadcast").wait()
 
 
 # Logs and checks of a sharded model
