@@ -31,16 +31,12 @@ class Exchange:
         """The messages of all ranks, in rank order, on each of them; ``only_first``: on rank 0, and none on others."""
         if self._group is None:
             return [message]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.frombuffer(bytearray(message.ljust(longest, b" ") or b" "), dtype=torch.uint8)
-        found = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 or not only_first else []
+        found = [b""] * self.size if self.rank == 0 or not only_first else []
         if only_first:
-            dist.gather(padded, found or None, dst=0, group=self._group)
+            dist.gather_object(message, found or None, dst=0, group=self._group)
         else:
-            dist.all_gather(found, padded, group=self._group)
-        return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes)]
+            dist.all_gather_object(found, message, group=self._group)
+        return found
 
 
 def from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
