@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _arguments, _torch
-from flatshard.layout import Block, Flat, Partial, Placement, Replicate, is_sharded
+from flatshard.layout import Flat, Partial, Placement, Replicate, is_sharded
 
 
 class Refusal(ValueError, AssertionError):
@@ -288,9 +288,6 @@ class Placements:
         for name, given in vars(self).items():
             if not isinstance(given, tuple) or not all(isinstance(p, get_args(Placement)) for p in given):
                 raise TypeError(f"Placements({name}={given!r}): must be a tuple of flatshard.layout placements")
-            wrong = [p for p in given if isinstance(p, Block)]
-            if wrong:
-                raise ValueError(f"Placements({name}): {wrong[0]} is not supported here; use Flat() or Replicate()")
             cut = [is_sharded(p) for p in given]
             if cut != sorted(cut):
                 raise ValueError(f"Placements({name}={given!r}): an axis is sharded but a later one is not; swap them")

@@ -237,7 +237,7 @@ def axes_to_change(source: Sequence[Placement], target: Sequence[Placement]) -> 
     others: list[int] = []
     for axis, (old, new) in enumerate(zip(source, target)):
         if old != new:
-            if isinstance(new, Partial) or (is_sharded(old) and is_sharded(new)):
+            if isinstance(new, Partial):
                 raise ValueError(f"a buffer cannot go from {old} to {new}")
             (gathers if is_sharded(old) else others).append(axis)
     return gathers + others[::-1]

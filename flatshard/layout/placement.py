@@ -28,26 +28,12 @@ class Flat:
     """Split into equal pieces, one per rank; a row (a slice of dim 0) is never split."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """As `Flat`, but blocks of ``rows`` rows, counted from the first row of a tensor, are never split.
-
-    Only buffers of `flatshard.megatron.experimental` have it.
-    """
-
-    rows: int
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"Block(rows={self.rows}): rows must be at least 1")
-
-
-Placement: TypeAlias = Replicate | Partial | Flat | Block
+Placement: TypeAlias = Replicate | Partial | Flat
 
 
 def is_sharded(placement: Placement) -> bool:
     """Whether each rank of the axis holds a different part of the buffer."""
-    return isinstance(placement, (Flat, Block))
+    return isinstance(placement, Flat)
 
 
 @dataclass(frozen=True)

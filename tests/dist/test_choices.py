@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from flatshard import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
-from flatshard.layout import Block, Flat, Partial, Replicate
+from flatshard.layout import Flat, Partial, Replicate
 from tests.dist.models import assert_rows
 from tests.dist.test_accumulation import MICRO, Say, chain
 from tests.dist.test_counts import DIM
@@ -72,7 +72,6 @@ def test_illegal_placements_are_refused():
         ((whole, whole, cut), "has Replicate for gradient"),
         ((partial, cut, cut), "only gradient can be"),
         ((cut, cut, partial), "only gradient can be"),
-        (((Block(2),), cut, cut), "not supported here"),
         ((cut, (Flat(), Flat()), cut), "different lengths"),
         (((Replicate(), Replicate()), (Flat(), Partial("avg")), (Flat(), Flat())), "a later one is not"),
     ):

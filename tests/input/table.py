@@ -663,7 +663,6 @@ POLICIES = {
             ValueError,
             "has Replicate for gradient",
         ),
-        Case("Block", lambda b: Placements((layout.Block(2),), (_FLAT,), (_FLAT,)), ValueError, "not supported here"),
         Case(
             "first axis",
             lambda b: Placements((_FLAT, _KEPT), (_FLAT, _AVG), (_FLAT, _KEPT)),

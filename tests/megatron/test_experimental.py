@@ -347,3 +347,10 @@ def _third(rank, world):
 
 def test_the_third_spelling(ranks):
     ranks(2, _third)
+
+
+def test_blocks_of_rows_are_for_buffers():
+    with pytest.raises(ValueError, match="rows=0"):
+        BlockAtomic(0)
+    with pytest.raises(ValueError, match=r"rows=2.*is not supported here"):
+        Placements([0], [BlockAtomic(2)], [Flat()], [Flat()]).engine()

@@ -15,9 +15,9 @@ from flatshard import _torch, buffer, layout
 from flatshard.buffer.dtensor import as_dtensor
 from flatshard.layout import Layout, Segment, Slot, is_sharded
 from flatshard.layout.planner import ALIGN, round_up
+from flatshard.megatron.experimental.placement import BlockAtomic, Placement, Replicate, to_engine, to_torch
 from flatshard.megatron.experimental.placement import Flat as Flat  # both are imported from here
 from flatshard.megatron.experimental.placement import Partial as Partial
-from flatshard.megatron.experimental.placement import Placement, Replicate, to_engine, to_torch
 from flatshard.megatron.experimental.redistribute import redistribute
 
 
@@ -64,11 +64,11 @@ class DBuffer:
         allocation_stream: torch.cuda.Stream | None = None,
     ) -> None:  # fmt: skip
         self.mesh, self.placements = mesh, tuple(placements)
-        blocks = {rows for each in map(to_engine, self.placements) if (rows := getattr(each, "rows", None))}
+        blocks = {each.rows for each in self.placements if isinstance(each, BlockAtomic)}
         self.layout = tensor_shapes if isinstance(tensor_shapes, GlobalLayout) else GlobalLayout.build(
             tensor_shapes, mesh.size(), math.lcm(1, *blocks)
         )  # fmt: skip
-        cut = _engine_placements(self.placements)
+        cut = list(map(to_engine, self.placements))
         if local is None:
             self._engine = buffer.DBuffer.zeros(self.layout.engine, mesh, cut, dtype=dtype, device=device)
         else:
@@ -101,7 +101,7 @@ class DBuffer:
         """Keep this rank's part of whole tensors that every rank has. Nothing is communicated."""
         given, placements = [tensor.to(mesh.device_type) for tensor in tensors], tuple(placements)
         layout = GlobalLayout.build([tensor.shape for tensor in given], mesh.size(), block_size)
-        made = buffer.DBuffer.distribute(given, layout.engine, mesh, _engine_placements(placements))
+        made = buffer.DBuffer.distribute(given, layout.engine, mesh, list(map(to_engine, placements)))
         return cls.from_local(made.local, mesh, placements, layout)
 
     local_buffer = property(lambda self: self._engine.local, doc="The memory of this rank's part.")
@@ -158,7 +158,7 @@ class DBuffer:
         wanted = tuple(new_placements)
         if wanted == self.placements and out is None:
             return self
-        cut, relabelled = _engine_placements(wanted), list(self._engine.placements)
+        cut, relabelled = list(map(to_engine, wanted)), list(self._engine.placements)
         for axis, new in enumerate(cut):
             if isinstance(new, layout.Partial) and isinstance(relabelled[axis], layout.Replicate):
                 if new.op != "avg":
@@ -193,14 +193,9 @@ class DBuffer:
         """A buffer over ``local``, or ``out`` with its values."""
         if out is None:
             return DBuffer(self.mesh, placements, self.layout, local.dtype, self.device, local=local)
-        wanted, dtype = _engine_placements(placements), local.dtype
+        wanted, dtype = list(map(to_engine, placements)), local.dtype
         actual = (out.mesh, list(out._engine.placements), out.layout, out.dtype)
         if actual != (self.mesh, wanted, self.layout, dtype):
             raise ValueError(f"`out` must have placements {wanted}, this buffer's mesh and layout, and dtype {dtype}")
         out.local_buffer.copy_(local)
         return out
-
-
-def _engine_placements(placements: Iterable[Placement]) -> list[layout.Placement]:
-    """Placements for the engine. Every sharded axis is `Flat`: pieces of the layout are whole rows or blocks."""
-    return [layout.Flat() if is_sharded(each) else each for each in map(to_engine, placements)]

@@ -41,14 +41,16 @@ class BlockAtomic:
 
     rows: int
 
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"BlockAtomic(rows={self.rows}): rows must be at least 1")
+
 
 def to_engine(placement: Placement) -> layout.Placement:
-    """The engine's placement for any placement of this surface."""
+    """The engine's placement for any placement of this surface. Layouts keep the blocks of `BlockAtomic` whole."""
     if isinstance(placement, TorchReplicate):
         return layout.Replicate()
-    if isinstance(placement, BlockAtomic):
-        return layout.Block(placement.rows)
-    if isinstance(placement, TorchShard) and not placement.dim:
+    if isinstance(placement, BlockAtomic) or (isinstance(placement, TorchShard) and not placement.dim):
         return layout.Flat()
     op = str(getattr(placement, "reduce_op", None)).rpartition(".")[2].lower()
     if op in ("sum", "avg"):
@@ -76,7 +78,10 @@ class Placements:
 
     def engine(self) -> policy.Placements:
         """The engine's `Placements`. Unreduced gradients are Partial of a mean there; ``gradient_scale`` scales it."""
-        parts = [[to_engine(p) for p in given] for given in (self.parameter, self.gradient, self.optimizer)]
+        given = self.parameter, self.gradient, self.optimizer
+        for block in (p for each in given for p in each if isinstance(p, BlockAtomic)):
+            raise ValueError(f"Placements: {block} is not supported here; use Flat() or Replicate()")
+        parts = [[to_engine(p) for p in each] for each in given]
         mean = [layout.Partial("avg") if isinstance(p, layout.Partial) else p for p in parts[1]]
         return policy.Placements(tuple(parts[0]), tuple(mean), tuple(parts[2]))
 
