@@ -296,7 +296,7 @@ class Gradients:
         full = numel == sum(slot.numel for slot in self.layout.slots)
         local = self._empty(numel, self.reduce_dtype)
         local = local if full and not self.layout.turned else local.zero_()
-        return DBuffer(self.layout, self.main.mesh, self._partial(), local)
+        return DBuffer(self.layout, self.main.mesh, [Partial()] * self.main.mesh.ndim, local)
 
     # Stopping short
 
@@ -304,9 +304,9 @@ class Gradients:
         if self._unreduced is not None and self._unreduced.dtype != self._rests_in:
             self._unreduced = self._unreduced.cast(self._rests_in)  # written by kernels, in the reduce dtype
         if self._unreduced is None:
-            self._unreduced = DBuffer.zeros(
-                self.layout, self.main.mesh, self._partial(), dtype=self._rests_in, device=self.home.device
-            )
+            mesh, dtype = self.main.mesh, self._rests_in
+            partial = [Partial()] * mesh.ndim
+            self._unreduced = DBuffer.zeros(self.layout, mesh, partial, dtype=dtype, device=self.home.device)
         add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Given, reduction: Reduction) -> None:
@@ -453,9 +453,6 @@ class Gradients:
                 held.append(resting.local)
                 after = ()
         return stages[-1].launch(inputs, target, reduction, after, then)
-
-    def _partial(self) -> tuple[Placement, ...]:
-        return tuple(Partial(self._op) for _ in self.main.placements)
 
     # The input of a reduce
 
