@@ -90,8 +90,8 @@ class Snapshot:
         number = len(self.tensors)
         if not own:
             self.tensors[key] = (CODES[tensor.dtype], tuple(tensor.shape))
-        # replicas take turns, so that each writes the same number of tensors
-        # Tensors of ``extra`` are known from their file alone, so it has those without elements too.
+        # Replicas take turns, so that each writes the same number of tensors. A tensor of ``extra`` is listed only in
+        # this rank's file, so it is written even if it has no elements.
         if part.offsets is not None and (own or part.local.numel()) and number % part.replicas == part.replica:
             self.writes.append((key, part.offsets, part.local))
             if 0 < part.ranks < self.world:

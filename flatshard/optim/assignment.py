@@ -87,8 +87,8 @@ class WholeOptions:
 def matrices_of(shape: Shape, split: Split, unbind: bool) -> list[Matrix]:
     """The matrices of a parameter. ``split``: into so many equal parts of its rows, or parts of so many rows each.
 
-    With ``unbind``, a tensor of three dims is a matrix for each index of the first, and one of more is a matrix of so
-    many rows as its first dim has. Without, and without ``split``, a parameter is one tensor, as it is.
+    With ``unbind``, a tensor of three dims is one matrix for each index of dim 0; of a tensor with more dims, all but
+    dim 0 are flattened into columns. With neither, a parameter is one tensor of its own shape.
     """
     if split is None and not (unbind and shape):
         return [Matrix("", Box((0,) * len(shape), shape), shape)]

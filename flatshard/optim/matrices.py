@@ -286,8 +286,9 @@ class AllToAll:
             packed.untyped_storage().resize_(0)
 
     def drop(self) -> None:
-        """Forget what is on its way, after an exception. On a device its memory is used again after it; on CPU who is
-        still writing there keeps it.
+        """Forget a running all-to-all after an exception.
+
+        On a device, its memory may be reused at once, so this waits. On the CPU, its work keeps the memory alive.
         """
         if self._ticket is not None and self._ticket.is_on_device:
             self._ticket.wait()

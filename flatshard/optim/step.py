@@ -135,12 +135,12 @@ def fully_shard_optimizer(
     stepper = _local_step(type(optimizer), precision_aware, offload_state if whole is False else False)
     if in_backward:
         stepper.early_step = _plain_step(type(optimizer))
-        # A GradScaler then shows up in `step`, which refuses it.
+        # With this mark, a GradScaler calls `step` with the optimizer's `found_inf` set, and `step` raises.
         optimizer.__dict__["_step_supports_amp_scaling"] = True
         optimizer.register_load_state_dict_pre_hook(lambda *_: stepper.recover_if_broken())
     if options is None:
         if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offload_state or _has_offloaded(optimizer)):
-            return optimizer  # it sees to shards itself
+            return optimizer  # it steps shards by itself
         _refuse(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, stepper)
