@@ -56,7 +56,6 @@ class Verdict:
         self.explanation = ""  # why a call of torch's has failed, for the last words of this process
         self.culprit: int | None = None  # the rank that failed, if it is another one
         self.gone: set[int] = set()  # ranks whose processes have ended without a goodbye
-        self._lost = -1  # a rank that is gone; those who wait for it are to end
         self._grace, self._since = grace, 0.0
 
     def add(self, reason: str, is_failure: bool = True, by: int | None = None) -> None:
@@ -67,7 +66,6 @@ class Verdict:
 
     def add_lost(self, rank: int) -> None:
         """A process has ended without a goodbye."""
-        self._lost = rank if self.reason is None else self._lost
         self.gone.add(rank)
         self.add(f"rank {rank} ended without a message: it was killed or crashed", is_failure=False, by=rank)
 
@@ -83,7 +81,7 @@ class Verdict:
         if self.reason is None or time.monotonic() - self._since <= self._grace:
             return False
         entry = record.oldest_pending() if record.is_on_device else None  # on the CPU, the wait raises
-        return self.is_failure or (entry is not None and self._lost in parse_ranges(entry.group.split()[-1]))
+        return self.is_failure or (entry is not None and self.culprit in parse_ranges(entry.group.split()[-1]))
 
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""
