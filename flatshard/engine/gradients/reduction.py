@@ -70,15 +70,6 @@ class Reduction:
         """Until `wait`, call ``action`` before autograd executes these nodes, which add to what the reduce writes."""
         self.guards += [(node, _torch.before_node(node, action)) for node in nodes]
 
-    def conceal(self) -> None:
-        """Set the gradients that were set at its launch to None, until `show`."""
-        if self.writes is not None:
-            self.writes.conceal(self.shown)
-
-    def show(self) -> None:
-        if self.writes is not None:
-            self.writes.show(self.shown)
-
     def wait(self) -> None:
         """Order the current stream after it. It then no longer counts as in flight, even if the wait fails."""
         try:

@@ -277,19 +277,20 @@ class Reduces:
         self.steps.run()  # the hooks may take gradients that wait for their step
         for other in self.in_flight:  # another reduce of the same group may still add to visible gradients
             other.ticket.wait()
-        later = [other for other in self.in_flight if other.writes is not reduction.writes]
+        known, own = [(each.writes, each.shown) for each in self.in_flight], reduction.writes
+        later = [(grads, shown) for grads, shown in known if grads is not None and grads is not own]
         groups = [group for _, of in self._groups if (group := of()) is not None and group.is_full]
         full = [param.full for group in groups for param in group.params]
         arrived = [(each, each.grad) for each in full if each is not None and each.grad is not None]
-        for other in later:
-            other.conceal()
+        for grads, shown in later:
+            grads.conceal(shown)
         for parameter, _ in arrived:
             parameter.grad = None
         try:
             yield
         finally:
-            for other in later:
-                other.show()
+            for grads, shown in later:
+                grads.show(shown)
             for parameter, grad in arrived:
                 parameter.grad = grad
             if is_unjoined:
