@@ -152,8 +152,7 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         same_mesh = device_mesh is None or device_mesh == self._cut.mesh
         if not same_mesh or placements is None or not all(isinstance(p, Replicate) for p in placements):
             raise NotImplementedError(_refusal("redistribute"))
-        whole = self.full_tensor()
-        return _torch.make_dtensor(whole, self._cut.mesh, list(placements), whole.shape, whole.stride())
+        return _torch.make_dtensor(self.full_tensor(), self._cut.mesh, list(placements), self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

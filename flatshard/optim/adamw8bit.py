@@ -166,9 +166,8 @@ def with_rows_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
     if local.shape == _torch.local_of(parameter).shape:
         return _torch.like_dtensor(parameter, local)
-    whole = torch.empty((parameter.shape[0], *local.shape[1:]), device="meta")
-    spec = _torch.spec_of(parameter)
-    made = _torch.make_dtensor(local, parameter.device_mesh, spec.placements, whole.shape, whole.stride())
+    shape, spec = torch.Size((parameter.shape[0], *local.shape[1:])), _torch.spec_of(parameter)
+    made = _torch.make_dtensor(local, parameter.device_mesh, spec.placements, shape)
     return RaggedDTensor.make(local, made, parameter._cut) if isinstance(parameter, RaggedDTensor) else made
 
 

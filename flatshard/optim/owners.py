@@ -108,9 +108,8 @@ def owner_dtensor(owner_group: OwnerGroup, owner: int, shape: torch.Size, local:
     number = holding(owner_group.size, sizes, at, [True] * len(axes)).first
     slot = Slot(0, number * numel, tuple(shape), numel // shape[0])
     layout = Layout((slot,), (Segment(numel),), owner_group.size)
-    like = torch.empty(shape, device="meta")
     placements = [Shard(0) if cut else Replicate() for cut in sharded]
-    dtensor = _torch.make_dtensor(local, mesh, placements, like.shape, like.stride())
+    dtensor = _torch.make_dtensor(local, mesh, placements, shape)
     return RaggedDTensor.make(local, dtensor, Cut(layout, 0, mesh, sharded))
 
 
