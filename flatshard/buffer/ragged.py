@@ -172,7 +172,8 @@ class RaggedDTensor(_torch.DispatchingDTensor):
             return args[0].with_local(local.new_empty(local.shape, **kwargs))
         if not _is_elementwise(func) and not is_masked_fill(func, args):
             raise NotImplementedError(_refusal(str(func), ragged[0]))
-        args = _cut_whole(func, ragged[0], args)
+        if _torch.in_backward():
+            args = _cut_whole(func, ragged[0], args)
         _require_same_rows(func, args, kwargs)
         local_args, local_kwargs = _torch.map_leaves(DTensor, _torch.local_of, (args, kwargs))
         result = func(*local_args, **local_kwargs)
@@ -264,7 +265,7 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def _cut_whole(func: Any, ragged: RaggedDTensor, args: Any) -> Any:
-    """With this rank's rows of whole tensors that are only read: in a backward, gradients of sums are whole."""
+    """In a backward, gradients of sums are whole: replace whole tensors that are only read by this rank's rows."""
 
     def cut(value: Any) -> Any:
         is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == ragged.shape
