@@ -62,7 +62,7 @@ class Trainer:
 
     def _open_log(self) -> None:
         settings = self.settings
-        if settings.checkpoint is not None:
+        if settings.checkpoint is not None and self.done < settings.steps:
             settings.write(settings.checkpoint / FILE)
         if any(each is not None for each in (settings.losses, settings.tensorboard, settings.wandb)):
             self._log = Log(settings, self.done)

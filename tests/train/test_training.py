@@ -104,7 +104,8 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(ranks, tmp_path):
     assert {**first, **second} == whole  # exactly
     assert first[7] == second[7]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["settings.yaml", "step-12", "step-9"]
-    assert ranks(2, _resumed, settings, 12)[0] == (12, {})
+    assert ranks(2, _resumed, replace(settings, steps=5), 5)[0] == (12, {})
+    assert "steps: 12" in (tmp_path / "settings.yaml").read_text()  # a run without steps leaves it
     other, third = ranks(4, _resumed, replace(settings, steps=13), 13)[0]
     assert other == 12
     assert third.keys() == {13}
