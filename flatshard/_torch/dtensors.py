@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatshard._torch.autograd import uncompiled
 from flatshard._torch.tensors import pytree_leaves
 
 Spec: TypeAlias = DTensorSpec  # mesh, placements and global shape of a DTensor
@@ -205,25 +206,27 @@ def replace_local(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 _DATA: Any = torch.Tensor.data
 
 
-def share_data(is_ours: Callable[[torch.Tensor], bool], write: Callable[[Any, torch.Tensor], None]) -> None:
-    """Let ``.data`` of these DTensors share their version counters, and assignments to it call ``write``.
+def share_data(is_ours: Callable[[torch.Tensor], bool], assigned: Callable[[Any, Any], None]) -> None:
+    """Let ``.data`` of these DTensors share their version counters, and assignments to it call ``assigned``.
 
     In torch, what `.data` returns has a separate version counter, so that writes to it go unnoticed, and an assignment
     to it changes nothing but the metadata of a DTensor.
     """
 
+    @uncompiled  # the code that torch.compile would make of it calls the property again
     def read(parameter: DTensor) -> torch.Tensor:
         if not is_ours(parameter):
             found: torch.Tensor = _DATA.__get__(parameter)
             return found
         with torch.inference_mode(False):  # it raises on a DTensor otherwise
             data = parameter.detach()
-        assert isinstance(data, DTensor)
-        data._local_tensor = parameter._local_tensor  # for the version counter of the local tensor
+        if isinstance(data, DTensor):  # not in a transform of torch.func
+            data._local_tensor = parameter._local_tensor  # for the version counter of the local tensor
         return data
 
+    @uncompiled
     def assign(parameter: DTensor, other: torch.Tensor) -> None:
-        (write if is_ours(parameter) else _DATA.__set__)(parameter, other)
+        (assigned if is_ours(parameter) else _DATA.__set__)(parameter, other)
 
     DTensor.data = property(read, assign)  # type: ignore[assignment]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -163,20 +164,17 @@ def _refuse_device(group: ParamGroup, device: torch.device, names: Names) -> Non
 
 @functools.cache
 def share_data() -> None:
-    """Let writes to, and assignments of, the ``.data`` of sharded parameters be writes to the parameters."""
-    _torch.share_data(lambda tensor: group_of(tensor) is not None, _assign_data)
+    """Let writes to the ``.data`` of sharded parameters count as writes to these, and refuse assignments to it."""
+    _torch.share_data(lambda tensor: group_of(tensor) is not None, _refuse_data)
 
 
-@torch.no_grad()
-def _assign_data(parameter: nn.Parameter, other: torch.Tensor) -> None:
-    for what in ("shape", "dtype", "device"):
-        ours, given = getattr(parameter, what), getattr(other, what)
-        if ours != given:
-            raise ValueError(
-                f"`.data` of parameter '{parameter.__dict__[OWNER][0]}' cannot be replaced: {what} {given} is not "
-                f"{ours}. Cast or move the model with its to() method, or assign a new nn.Parameter"
-            )
-    parameter.copy_(other)
+def _refuse_data(parameter: nn.Parameter, other: Any) -> None:
+    if not isinstance(other, DTensor) or _torch.local_of(other) is not _torch.local_of(parameter):  # its own
+        raise ValueError(
+            f"`.data` of parameter '{parameter.__dict__[OWNER][0]}' cannot be replaced: a DTensor would drop the "
+            "values. Write into it with `.data.copy_(...)`, cast or move the model with its to() method, or assign a "
+            "new nn.Parameter"
+        )
 
 
 def held_by_modules(group: ParamGroup, names: Names) -> list[nn.Parameter]:
