@@ -1,4 +1,4 @@
-"""Every private name of torch, and every name that changes between versions. Tested with torch 2.11 and 2.13 to 2.15.
+"""Every private name of torch, and every name that changes between versions. Tested with torch 2.11 to 2.15.
 
 The functions only translate. They contain no logic of flatshard.
 """

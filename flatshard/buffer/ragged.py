@@ -60,6 +60,11 @@ class Cut:
         return holding(self.layout.num_shards, sizes, at, [True] * len(sizes))
 
     @property
+    def axes(self) -> list[int]:
+        """The axes that shard it."""
+        return [axis for axis, sharded in enumerate(self.sharded) if sharded]
+
+    @property
     def dim(self) -> int:
         """Rows are slices of this dim."""
         return self.layout.slots[self.index].dim
@@ -127,15 +132,9 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         return made
 
     def _whole(self) -> torch.Tensor:
-        """A sum of bytes, which are zero where other ranks have rows: it takes no memory beyond the result."""
-        cut, local = self._cut, _torch.local_of(self).detach()
-        whole = local.new_zeros(self.shape)
-        whole.narrow(cut.dim, *cut.rows(cut.held)).copy_(local)
-        lane, bits = Lane("full_tensor", local.device), whole.view(-1).view(torch.uint8)
-        for axis, sharded in enumerate(cut.sharded):
-            if sharded and bits.numel():
-                lane.all_reduce(lane.group(cut.mesh, axis), [bits], after=(lane.mark(),), name="full_tensor").wait()
-        return whole
+        cut = self._cut
+        offsets = [cut.rows(cut.held)[0] if dim == cut.dim else 0 for dim in range(self.dim())]
+        return joined(_torch.local_of(self).detach(), offsets, self.shape, cut.mesh, cut.axes)
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -152,7 +151,7 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         same_mesh = device_mesh is None or device_mesh == self._cut.mesh
         if not same_mesh or placements is None or not all(isinstance(p, Replicate) for p in placements):
             raise NotImplementedError(_refusal("redistribute"))
-        return _torch.make_dtensor(self.full_tensor(), self._cut.mesh, list(placements), self.shape)
+        return DTensor.from_local(self.full_tensor(), self._cut.mesh, placements, run_check=False)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -239,6 +238,21 @@ class _ToWhole(torch.autograd.Function):
         return ctx.ragged.with_local(_torch.part_of(grad, ctx.ragged).contiguous())
 
 
+def joined(
+    local: torch.Tensor, offsets: Sequence[int], shape: torch.Size, mesh: DeviceMesh, axes: Sequence[int]
+) -> torch.Tensor:
+    """The whole tensor, of which each rank along ``axes`` has a part. All of them call it.
+
+    A sum of bytes, which are zero where other ranks have values: it takes no memory beyond the result.
+    """
+    whole = local.new_zeros(shape)
+    _torch.in_box(whole, offsets, local.shape).copy_(local)
+    if whole.numel():
+        lane, bits = Lane("full_tensor", local.device), whole.view(-1).view(torch.uint8)
+        lane.all_reduce(joint_group(mesh, axes), [bits], after=(lane.mark(),), name="full_tensor").wait()
+    return whole
+
+
 def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
     """A box of a tensor, as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -294,6 +308,7 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             raise NotImplementedError(_refusal(f"{func} of tensors that are sharded differently", first))
 
 
+@torch.no_grad()
 def _copy(target: torch.Tensor, source: torch.Tensor) -> DTensor:
     """``target.copy_(source)``. A collective call where they are cut differently; a plain tensor is whole."""
     if target.shape != source.shape:
@@ -323,8 +338,7 @@ def _refusal(what: str, tensor: torch.Tensor | None = None) -> str:
 
 
 def _all_reduced(cut: Cut, local: torch.Tensor, how: Literal["sum", "amax", "amin"]) -> torch.Tensor:
-    lane, axes = Lane("norm", local.device), [axis for axis, sharded in enumerate(cut.sharded) if sharded]
-    group = joint_group(cut.mesh, axes)
+    lane, group = Lane("norm", local.device), joint_group(cut.mesh, cut.axes)
     if how == "sum":
         lane.all_reduce(group, [local], after=(lane.mark(),), name="norm").wait()
         return local

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from flatshard import _torch
 from flatshard.buffer import Lane
-from flatshard.buffer.groups import joint_group
-from flatshard.buffer.ragged import RaggedDTensor, chunk, write_item
+from flatshard.buffer.ragged import RaggedDTensor, chunk, joined, write_item
 from flatshard.checkpoint.errors import CheckpointError
 from flatshard.engine.groups.registry import group_of
 from flatshard.engine.schedule.agreement import Agreement, digest
@@ -156,6 +155,7 @@ def validate_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> None:
         validate_uneven_dtensor(tensor)
 
 
+@torch.no_grad()
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
     """The full tensor, on every rank. All ranks of the mesh call it; it is not differentiable."""
     if not isinstance(dtensor, DTensor):
@@ -164,14 +164,7 @@ def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
         return dtensor.full_tensor()
     box, local = gather_and_compute_chunk_metadata(dtensor), _torch.local_of(dtensor).detach()
     mesh, axes = dtensor.device_mesh, sorted(_inner_first(dtensor.placements))
-    if not axes:
-        return local.clone()
-    whole = local.new_zeros(dtensor.shape)
-    _torch.in_box(whole, box.offsets, local.shape).copy_(local)
-    if whole.numel():  # a sum of bytes, which are zero where other ranks have values
-        lane, bits = _lane(dtensor), whole.view(-1).view(torch.uint8)
-        lane.all_reduce(joint_group(mesh, axes), [bits], after=(lane.mark(),), name="uneven").wait()
-    return whole
+    return joined(local, box.offsets, dtensor.shape, mesh, axes) if axes else local.clone()
 
 
 def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as Replicated
 
 from flatshard.buffer import DBuffer, Lane, Pool
 from flatshard.buffer.dtensor import as_dtensor
@@ -186,6 +187,10 @@ def dtensors_are_canonical(rank, world, device):
         torch.equal(ragged, ragged)
 
 
+def replicated(tensor: DTensor) -> torch.Tensor:
+    return tensor.redistribute(placements=[Replicated()]).to_local()
+
+
 def gradients_of_ragged_shards(rank: int, world: int, device: str = "cpu") -> None:
     """Gradients have the rows of what they are gradients of. Before torch 2.13 a backward raises, and nothing else."""
     mesh = init_device_mesh(device, (world,))
@@ -197,6 +202,7 @@ def gradients_of_ragged_shards(rank: int, world: int, device: str = "cpu") -> No
         lambda tensor: (tensor * 2).norm(),
         lambda tensor: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
         lambda tensor: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
+        lambda tensor: (replicated(tensor) if isinstance(tensor, DTensor) else tensor).pow(2).sum(),
         lambda tensor: tensor.abs().sum() + tensor.pow(2).mean() + tensor.max() - tensor.min(),
     ):
         whole = values[1].clone().requires_grad_()

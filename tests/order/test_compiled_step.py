@@ -31,6 +31,18 @@ def test_a_compiled_step_equals_one_process(interpreters):
     interpreters(2, _compiled, "eager", optimizer_of)
 
 
+def _flat(rank, world):
+    model = shard(make(), layout="flat")
+    optimizer = optimizer_of(model.parameters())
+    model(rows(rank)).square().mean().backward()
+    with pytest.raises(Exception, match=r"torch\.compile of operations: not supported"):
+        torch.compile(optimizer.step, backend="eager")()
+
+
+def test_a_compiled_step_of_ragged_shards_is_refused(interpreters):
+    interpreters(2, _flat)
+
+
 def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.1)
 
