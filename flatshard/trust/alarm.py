@@ -119,18 +119,24 @@ class Alarm:
         if of is not self._of or self._pid != os.getpid() or watch is None:
             return
         error = sys.exc_info()[1]
+        is_own = False
         if error is None:
             watch.await_others()
             self.verdict, self.gave_up = Verdict(), False
         elif watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
-        elif isinstance(error, Exception) and not isinstance(error, PeerError):
-            watch.tell(_text_of(error))
+        else:
+            is_own = isinstance(error, Exception) and not isinstance(error, PeerError)
         self.verdict.pause_grace()
         # Unless an exception ends the process, as that of a `finally` block does. A GPU may still have work to do.
         self._has_recovered = not record.is_on_device
-        self._of = self._watch = None
-        watch.close()
+        self._of = None
+        if error is not None and is_own:
+            watch.tell(_text_of(error), is_failure=False)  # it may be handled: `_uncaught` tells them if it is not
+            watch.outlive_group()
+        else:
+            self._watch = None
+            watch.close()
 
     def _forked(self) -> None:
         """In a forked process: the watch belongs to the parent."""
@@ -205,9 +211,11 @@ class Alarm:
             self._watch.tell(_text_of(error))
 
     def _on_terminate(self, is_distributed: bool) -> None:
-        """A C++ exception is about to abort the process: of torch's NCCL watchdog, or of other code."""
+        """A C++ exception is about to abort the process: of NCCL's watchdog, of Gloo, or of other code."""
         if self._pid != os.getpid():
             return
+        if is_distributed and self._watch is not None and not record.is_on_device:
+            self._watch.fail("Gloo has received data that it did not expect: ranks have launched different collectives")
         until = time.monotonic() + (GRACE if is_distributed else TICK)
         while self.verdict.reason is None and time.monotonic() < until:
             time.sleep(0.05)  # a rank that has ended says why, or its connection closes
@@ -219,7 +227,7 @@ class Alarm:
             time.sleep(60)  # the main thread ends the process, or the watch does
 
     def _exit(self) -> None:
-        error, watch = exits.error_in_flight(), self._watch
+        error, watch = exits.ending_error(), self._watch
         if error is not None:
             self._has_recovered = False
             if "error" not in record.header:

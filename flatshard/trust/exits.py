@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import logging
 import os
 import re
@@ -13,16 +12,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import util
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from flatshard.trust.record import record
 
 # Seconds for which a process that ends with an error keeps NCCL's threads, which have to send, and to log.
 _LINGER = 1.0
-_OURS = re.compile(rb"N3c10\d+Dist\w*ErrorE")  # c10::DistBackendError and others, as C++ names them in binaries
+_LAST_WORDS = 3.0  # seconds for messages of the watch thread: stderr may be a pipe that nobody reads
+# c10::DistBackendError and others, and Gloo's of data that it did not expect, as C++ names them in binaries
+_OURS = re.compile(rb"N3c10\d+Dist\w*ErrorE|N4gloo13EnforceNotMetE")
 _Handler = ctypes.CFUNCTYPE(None)
 
 
@@ -38,15 +39,21 @@ def at_exit(action: Callable[[], None]) -> None:
     util.Finalize(None, once, exitpriority=1)  # processes of multiprocessing end without atexit
 
 
+_hook: Callable[..., None] | None = None  # of `on_uncaught`
+
+
 def on_uncaught(action: Callable[[BaseException], None]) -> None:
     """Call a function with an uncaught exception, before the current ``sys.excepthook``."""
+    global _hook
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        action(error)
-        before(kind, error, trace)
+        try:
+            action(error)
+        finally:
+            before(kind, error, trace)
 
-    sys.excepthook = hook
+    sys.excepthook = _hook = hook
 
 
 class TerminateHandler:
@@ -97,40 +104,59 @@ class TerminateHandler:
         return name or b""
 
 
-def error_in_flight() -> Exception | None:
-    """The error that ends this process, at its exit: multiprocessing catches it, so it is the current exception."""
+def ending_error() -> Exception | None:
+    """The error that ends this process, at its exit, if `on_uncaught` has not seen it.
+
+    multiprocessing catches it, so it is the current exception. Python keeps what it gave to a ``sys.excepthook`` that
+    was set later and does not call the one before it; notebooks and pytest, which keep what they catch, set none.
+    """
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
+    if error is None and sys.excepthook is not _hook:
+        error = getattr(sys, "last_value", None)
     return error if isinstance(error, Exception) else None
 
 
-def print_record() -> None:
-    """Write the flight record to its file, and its last entries to stderr."""
-    if record.number:
-        print(record.dump(), file=sys.stderr, flush=True)
-
-
 def dump() -> None:
-    """The flight record, and the stacks of all threads."""
-    print_record()
-    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
-    sys.stderr.flush()
+    """Print the flight record, and the stacks of all threads."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [record.dump()] if record.number else []
+    for ident, frame in sys._current_frames().items():
+        lines += [f"flatshard: thread {names.get(ident, ident)}, the innermost call last:", _stack(frame)]
+    _print_briefly(lines)
 
 
 def end_stuck(reason: str | None) -> NoReturn:
     """End this process from another thread: the main thread has not reached a place where it could raise."""
-    rank = record.header["rank"]
-    entry, frame = record.oldest_pending(), sys._current_frames().get(threading.main_thread().ident or 0)
-    waited = f"Rank {rank} was waiting for {'no collective' if entry is None else entry}"
-    record.tell(error=f"PeerError: {reason}. {waited}")
-    print_record()
-    if frame is not None:
-        print("flatshard: the main thread, the innermost call last:", file=sys.stderr)
-        print("".join(traceback.format_stack(frame)[-4:]), end="", file=sys.stderr)
-    where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
-    print(f"flatshard: rank {rank} ends: {reason}. {waited}{where}.", file=sys.stderr)
-    leave(1)
+    try:
+        rank = record.header["rank"]
+        entry, frame = record.oldest_pending(), sys._current_frames().get(threading.main_thread().ident or 0)
+        waited = f"Rank {rank} was waiting for {'no collective' if entry is None else entry}"
+        record.tell(error=f"PeerError: {reason}. {waited}")
+        lines = [record.dump()] if record.number else []
+        if frame is not None:
+            lines += ["flatshard: the main thread, the innermost call last:", _stack(frame, -4)]
+        where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
+        _print_briefly([*lines, f"flatshard: rank {rank} ends: {reason}. {waited}{where}."])
+    finally:
+        os._exit(1)
+
+
+def _stack(frame: FrameType, first: int = 0) -> str:
+    return "".join(traceback.format_stack(frame)[first:]).rstrip()
+
+
+def _print_briefly(lines: Sequence[str]) -> None:
+    """Print on another thread: if stderr is closed, or is full and not read, this one neither fails nor waits long."""
+
+    def say() -> None:
+        print(*lines, sep="\n", file=sys.stderr)
+        _flush()
+
+    words = threading.Thread(target=say, daemon=True)
+    words.start()
+    words.join(_LAST_WORDS)
 
 
 def say_last(explanation: str) -> None:
@@ -160,6 +186,11 @@ def remove_record() -> None:
 
 def leave(status: int) -> NoReturn:
     """End the process now: a normal exit would wait for process groups whose collectives will not end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or an object of the user's
+            stream.flush()

@@ -228,8 +228,11 @@ class FlightRecord:
         lines += [f"  #{e.number} {record.status(e):<9} {e}, group {e.group}" for e in record.entries[-12:]]
         if self._path is not None:
             path = self._path.with_suffix(".json")
-            path.write_text(json.dumps(asdict(record), indent=1))
-            lines.append(f"flatshard: written to {path}")
+            try:
+                path.write_text(json.dumps(asdict(record), indent=1))
+                lines.append(f"flatshard: written to {path}")
+            except OSError as error:  # a full disk, or a folder that was removed
+                lines.append(f"flatshard: could not be written to {path}: {error}")
         return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatshard.trust.links import Links, Message
@@ -197,6 +197,12 @@ class Watch:
 
         self._loop.do(disconnect, wait)
 
+    def outlive_group(self) -> None:
+        """Keep the connections, but not the store; what other ranks do is no longer this rank's concern."""
+        self.verdict = Verdict()
+        self.group = replace(self.group, kept=None)
+        self._loop.do(lambda: self._links.forget_store() if self._links is not None else None, GRACE)
+
     def drop(self) -> None:
         """In a forked process: the connections belong to the parent."""
         if self._links is not None:
@@ -247,13 +253,13 @@ class Watch:
 
     # Messages
 
-    def tell(self, text: str) -> None:
-        """Notify the other ranks of the end of this one."""
+    def tell(self, text: str, is_failure: bool = True) -> None:
+        """Notify the other ranks of the end of this one. If it is no failure, only ranks that wait for this one end."""
 
         def send() -> None:
             if self._links is not None:
-                self._links.tell({"raised": text, "rank": self.group.rank})
-            if self._links is None or self._links.are_complete():
+                self._links.tell({"raised": text, "rank": self.group.rank, "is_failure": is_failure})
+            if not is_failure or self._links is None or self._links.are_complete():
                 return
             try:  # those who connect later find it there
                 self.group.store(self._name).compare_set("raised", "", f"{self.group.rank} {text}")
@@ -266,7 +272,8 @@ class Watch:
     def _hear(self, message: Message) -> None:
         """A message of another rank, on the thread of the loop."""
         if "raised" in message:
-            self.verdict.add(f"rank {message['rank']} raised {message['raised']}", by=int(message["rank"]))
+            by = int(message["rank"])
+            self.verdict.add(f"rank {by} raised {message['raised']}", bool(message["is_failure"]), by)
         elif "lost" in message:
             self.verdict.add_lost(int(message["lost"]))
         is_new = "ask" in message and self._survey.begin()
@@ -292,15 +299,18 @@ class Watch:
         if self.verdict.reason is not None:
             return self.verdict.error(what)
         where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
-        return record_error(
-            PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}{where}")
-        )
+        text = f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}"
+        self.tell(f"PeerError: {text}")  # a rank that is busy with something else has to end too
+        return record_error(PeerError(text + where))
 
     def time_out(self, entry: Entry, limit: float) -> None:
         """A collective has timed out. Not called on the thread of the loop, which receives the answers."""
         record.tell(timed_out=entry.number)
-        late = f"{entry} has not ended within {limit:g} s, the time-out of its process group"
-        self.verdict.add(f"{late}. {self._ask()}")
+        self.fail(f"{entry} has not ended within {limit:g} s, the time-out of its process group")
+
+    def fail(self, reason: str) -> None:
+        """End all ranks. Not called on the thread of the loop either."""
+        self.verdict.add(f"{reason}. {self._ask()}")
         self.tell(f"PeerError: {self.verdict.reason}")
 
     def _ask(self) -> str:

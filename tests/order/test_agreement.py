@@ -257,6 +257,7 @@ SEEDED = {
     "in eval": (_in_eval, "evaluation mode"),
     "no backward": (lambda m, o, x: (_step(m, o, x, backward=False), _step(m, o, x)), "forward"),
     "uneven micro-batches": (lambda m, o, x: (_step(m, o, x, forwards=2), _step(m, o, x)), "of step"),
+    "other dtype": (lambda m, o, x: m.double(), "bytes of unit"),
     "no step": (lambda m, o, x: (_step(m, o, x, steps=False), _step(m, o, x)), "of step"),
 }
 

@@ -29,6 +29,7 @@ from flatshard.buffer import Ticket
 from flatshard.cli import main
 from flatshard.trust.alarm import Alarm, Watched
 from flatshard.trust.blame import blame, read_records
+from flatshard.trust.exits import ending_error
 from flatshard.trust.loop import Loop
 from flatshard.trust.record import CAPACITY, FlightRecord, decoded, parse_ranges, ranges, records_folder
 from flatshard.trust.watch import Watch
@@ -165,6 +166,126 @@ def test_the_rank_that_raises_ends_first(job):
     assert victim.returncode == 1
 
 
+# Rank 1 destroys its process group because of an exception, which it handles or not; rank 0 has work of its own.
+_LEAVER = """
+import os, sys, time, torch, torch.distributed as dist
+import flatshard
+
+os.environ["FLATSHARD_GRACE"] = "0.5"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = flatshard.fully_shard(torch.nn.Linear(8, 8))
+model(torch.ones(2, 8)).sum().backward()
+try:
+    if sys.argv[1] == "unhandled":
+        try:
+            raise ValueError("there is no more data")
+        finally:
+            if dist.get_rank() == 0:
+                time.sleep(600)
+            dist.destroy_process_group()
+    raise ValueError("there is no more data")
+except (ValueError if sys.argv[1] == "handled" else ()):
+    if dist.get_rank() == 0:
+        time.sleep(4)
+    dist.destroy_process_group()
+    print("exported")
+"""
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_leaves_with_an_exception_that_it_handles_ends_nobody(job):
+    for process in job("handled", 2, _LEAVER):
+        told, said = process.communicate(timeout=300)
+        assert (process.returncode, told) == (0, "exported\n"), said
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_leaves_with_an_exception_that_it_does_not_handle_ends_the_others(job):
+    process = job("unhandled", 2, _LEAVER)[0]
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "flatshard: rank 0 ends: rank 1 raised ValueError: there is no more data" in said
+
+
+# Rank 1 is busy with something else when rank 0's wait times out.
+_STUCK = """
+import datetime, time, torch, torch.distributed as dist
+import flatshard
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+torch.manual_seed(0)
+model = flatshard.fully_shard(torch.nn.Linear(8, 8))
+for step in range(3):
+    if step == 2 and dist.get_rank() == 1:
+        time.sleep(600)
+    model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_is_busy_hears_of_the_wait_that_timed_out(job):
+    for process in job("", 2, _STUCK):
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 1
+    assert "time.sleep(600)" in said
+    assert "rank 1 ends: rank 0 raised PeerError: rank 0 was waiting for all_gather" in said
+    assert "Rank 1 has launched nothing since reduce_scatter" in said
+
+
+# The watch threads end processes that cannot write to stderr. One of these has lost its records as well.
+_MUTE = """
+import os, pathlib, shutil, sys, threading, time
+from flatshard.trust import exits
+from flatshard.trust.record import record
+
+def lose():
+    folder = pathlib.Path(sys.argv[1])
+    record.keep_in(folder, 0)
+    ended = type("Ended", (), {"is_on_device": False, "has_ended": lambda self: True})()
+    record.append(record.group("gather 0,1", 30.0), 0, "a", 8, ended)
+    shutil.rmtree(folder)
+    sys.stderr.close()
+
+def drop():
+    sys.stderr = None
+
+def fill():
+    os.dup2(os.pipe()[1], 2)
+    os.set_blocking(2, False)
+    try:
+        while True:
+            os.write(2, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(2, True)
+
+record.tell(rank=0)
+children = []
+for mute in (lose, drop, fill):
+    children.append(os.fork())
+    if not children[-1]:
+        mute()
+        threading.Thread(target=lambda: (exits.dump(), exits.end_stuck("the others are gone")), daemon=True).start()
+        time.sleep(600)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+def test_a_rank_that_cannot_print_ends_too(tmp_path):
+    command = [sys.executable, "-c", _MUTE, str(tmp_path)]
+    done = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout.endswith("[1, 1, 1]\n")
+
+
+def test_an_error_that_another_hook_has_handled_ends_the_process_too(monkeypatch):
+    error = ValueError("no data")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr("flatshard.trust.exits._hook", sys.excepthook)
+    assert ending_error() is None  # pytest keeps the errors of tests
+    monkeypatch.setattr(sys, "excepthook", print)
+    assert ending_error() is error
+
+
 @pytest.mark.full
 @pytest.mark.limit(120)
 def test_a_rank_that_is_busy_ends_with_the_others(job):
@@ -257,7 +378,8 @@ def test_a_rank_that_hangs_shows_its_record_on_a_signal(job, tmp_path):
     _, said = processes[0].communicate(timeout=300)
     assert "the last collectives of rank 0" in said
     assert "pending   all_gather" in said
-    assert "Current thread" in said  # and where its threads are
+    assert "thread MainThread, the innermost call last" in said
+    assert "in wait" in said
 
 
 # The record by itself
@@ -527,17 +649,22 @@ def test_what_is_captured_is_not_waited_for(own_record):
     assert str(record.oldest_pending()) == "replay step (0 bytes, step 0)"
 
 
+_LOST = ({"lost": 1}, "rank 1 ended without a message: it was killed or crashed")
+_LEFT = ({"raised": "StopIteration: done", "rank": 1, "is_failure": False}, "rank 1 raised StopIteration: done")
+
+
+@pytest.mark.parametrize(("message", "reason"), [_LOST, _LEFT], ids=["lost", "left"])
 @pytest.mark.parametrize(("ranks", "ends"), [("0,2", False), ("0-2", True)])
-def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, ends):
+def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, ends, message, reason):
     record, alarm = own_record
     record.append(record.group(f"gather {ranks}", 30.0), 0, "a", 8, _Launched())
-    alarm._watch._hear({"lost": 1})
-    assert alarm.verdict.reason == "rank 1 ended without a message: it was killed or crashed"
+    alarm._watch._hear(message)
+    assert alarm.verdict.reason == reason
     alarm.verdict._since -= 60
     with mock.patch("flatshard.trust.exits.end_stuck") as end:
         alarm._tick(1.0)
         assert end.called == ends
-        alarm._watch._hear({"raised": "ValueError: no data", "rank": 2})
+        alarm._watch._hear({"raised": "ValueError: no data", "rank": 2, "is_failure": True})
         alarm._tick(1.0)
         assert end.called
 
@@ -578,8 +705,12 @@ thread.join()
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("thrown", "status", "said"),
-    [("_ZTIN3c1016DistBackendErrorE", 7, "told on watchdog\n"), ("_ZTIi", -signal.SIGABRT, "told on watchdog\n")],
-    ids=["torch.distributed's", "another"],
+    [
+        ("_ZTIN3c1016DistBackendErrorE", 7, "told on watchdog\n"),
+        ("_ZTIN4gloo13EnforceNotMetE", 7, "told on watchdog\n"),
+        ("_ZTIi", -signal.SIGABRT, "told on watchdog\n"),
+    ],
+    ids=["torch.distributed's", "Gloo's", "another"],
 )
 def test_an_exception_of_torchs_watchdog_is_heard_before_the_process_is_aborted(thrown, status, said):
     done = subprocess.run(

@@ -71,7 +71,8 @@ class Gathers:
         """
         program = self._program
         if program.announces and any(group.launches for group in unit.needs):
-            self._announcer.announce("gather", unit)
+            size = sum(group.arriving_bytes for group in unit.needs)
+            self._announcer.announce(f"gather {size} bytes of" if program.checks else "gather", unit)
         program.gathered.append(unit.index)
         if not program.has_launched:
             program.has_launched = any(group.launches for group in unit.needs)
