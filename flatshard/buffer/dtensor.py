@@ -75,7 +75,10 @@ def as_dtensor(
     local = _torch.rebased(buffer.local_view(index)) if local is None else local
     if inner is not None:
         if not _is_canonical(buffer, index, sharded):
-            raise ValueError("a tensor-parallel parameter needs layout='tensor' and one sharded axis of the mesh")
+            raise ValueError(
+                f"a DTensor with a local part of shape {tuple(slot.shape)}: tensor parallelism, and experts that are "
+                "sharded apart, need layout='tensor' or 'auto' and one sharded axis of the mesh"
+            )
         return composed(local, buffer.mesh, sharded, slot.dim, inner)
     placements = [TorchShard(slot.dim) if cut else TorchReplicate() for cut in sharded]
     made = _torch.make_dtensor(local, buffer.mesh, placements, torch.Size(slot.shape))

@@ -466,7 +466,10 @@ def _drop_unreduced(optimizer: Optimizer) -> None:
     partial = partial_gradients()
     own = {id(parameter) for group in optimizer.param_groups if partial for parameter in group["params"]}
     for gradients in partial:
-        if all(id(param.sharded) in own for param in gradients.partial_params):
+        params = [param.sharded for param in gradients.partial_params]
+        # torch's get_optimizer_state_dict makes state by a step with zeros that it has put there, and clears them.
+        are_zeros_of_torch = all(each.grad is not None and not hasattr(each.grad, MAIN_GRAD) for each in params)
+        if all(id(each) in own for each in params) and not are_zeros_of_torch:
             gradients.drop_partial()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 
 from flatshard import fully_shard, fully_shard_optimizer, microbatch
@@ -424,6 +425,29 @@ def test_zero_grad_of_an_optimizer_drops_an_accumulation_that_was_given_up(all_o
                 model(x).sum().backward()
             found.append(parameters[0].grad.to_local())
     assert torch.equal(*found) is all_of_it
+
+
+def _saved_between(rank, world):
+    """torch makes the state of a new optimizer by a step with zeros, and clears these."""
+    found = []
+    for saves in (False, True):
+        model = fully_shard(chain())
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            for number in range(2):
+                with microbatch(model, is_first=number == 0, is_last=number == 1):
+                    model(x + number).square().mean().backward()
+                if saves:
+                    get_optimizer_state_dict(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([parameter.to_local().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_state_dicts_between_micro_batches_leave_their_gradients(ranks):
+    ranks(2, _saved_between)
 
 
 def test_zero_grad_of_an_optimizer_leaves_what_another_model_accumulates_while_it_is_frozen():

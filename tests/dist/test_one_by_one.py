@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import distribute_tensor
 
 import flatshard
@@ -170,6 +171,23 @@ def _loaded(rank, world, tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_state_dict_is_assigned_to_a_meta_model_module_by_module(ranks, tied):
     ranks(2, _loaded, tied)
+
+
+def _loaded_too_early(rank, world):
+    """On the meta device torch assigns the parts of a full state dict, which are plain DTensors."""
+    whole = [language().state_dict() if rank == 0 else {} for _ in range(2)]  # torch changes what it is given
+    model, options = meta_language(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    flatshard.fully_shard(model, layout="flat")
+    with pytest.raises(ValueError, match=r"call to_empty\(device=...\) before you load a state dict"):
+        set_model_state_dict(model, whole[0], options=options)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, whole[1], options=options)
+    for value, wanted in zip(model.parameters(), language().parameters()):
+        assert torch.equal(full(value), wanted)
+
+
+def test_a_full_state_dict_is_loaded_into_ragged_shards_after_to_empty(ranks):
+    ranks(2, _loaded_too_early)
 
 
 def _some_loaded(rank, world):

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from flatshard import _torch
 from flatshard.buffer import DBuffer
 from flatshard.buffer.dtensor import as_dtensor
+from flatshard.buffer.ragged import RaggedDTensor
 from flatshard.buffer.rules import is_cut_alike
 from flatshard.engine.groups.param_group import ParamGroup
 from flatshard.engine.groups.registry import OWNER, adopt, group_of, supersede
@@ -242,9 +243,12 @@ def _refuse_others(group: ParamGroup, found: Sequence[nn.Parameter], names: Name
             )
         expected = param.sharded if group.is_extended else as_dtensor(group.main, index, param.inner)
         if not isinstance(parameter, DTensor) or not is_cut_alike(parameter, expected):
+            # On the meta device torch assigns the parts of a full state dict, which it cuts as plain DTensors.
+            is_early = isinstance(expected, RaggedDTensor) and group.main.local.is_meta
+            remedy = "; call to_empty(device=...) before you load a state dict" if is_early else ""
             raise ValueError(
                 f"parameter '{names[index]}' was replaced by {_described(parameter)}; a sharded parameter can be "
-                f"replaced only by {_described(expected)}, sharded in the same way over the same mesh"
+                f"replaced only by {_described(expected)}, sharded in the same way over the same mesh{remedy}"
             )
 
 
