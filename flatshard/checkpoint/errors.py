@@ -16,8 +16,11 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete or of another model, or a save failed. The text names file and tensor."""
 
 
-def on_all_ranks(ranks: Exchange, action: Callable[[], T]) -> T:
-    """The result of ``action`` on this rank. If it raises on any rank, CheckpointError on all ranks."""
+def on_all_ranks(ranks: Exchange, action: Callable[[], T], plain: type[Exception] = CheckpointError) -> T:
+    """The result of ``action`` on this rank. If it raises on any rank, CheckpointError on all ranks.
+
+    Errors of the type ``plain`` are for users: they are raised as they are, and quoted without their type.
+    """
     own: Exception | None = None
     text = None
     try:
@@ -26,10 +29,10 @@ def on_all_ranks(ranks: Exchange, action: Callable[[], T]) -> T:
         raise
     except Exception as error:
         own = error
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, plain) else f"{type(error).__name__}: {error}"
     for rank, problem in enumerate(from_all_ranks(ranks, text)):
         if problem is not None:
-            if isinstance(own, CheckpointError):
+            if isinstance(own, plain):
                 raise own
             raise CheckpointError(problem if ranks.size == 1 else f"rank {rank}: {problem}") from own
     return result

@@ -79,7 +79,8 @@ def plan(options: argparse.Namespace) -> int:
     """Print the plan; OSError, TypeError and ValueError say what is wrong with the arguments."""
     if options.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {options.optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
-    if (options.batch is not None and options.length is None) or min(options.batch or 1, options.length or 1) < 1:
+    given = [each for each in (options.batch, options.length) if each is not None]
+    if (options.batch is not None and options.length is None) or min(given, default=1) < 1:
         raise ValueError(f"--batch {options.batch} --length {options.length}: give both, at least 1, for activations")
     if options.tokens is None and options.batch is not None and options.tflops is not None:
         options.tokens = float(options.batch * options.length)

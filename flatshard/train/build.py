@@ -47,7 +47,7 @@ def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn
         shape = settings.shape(vocab)
         model = Llama(shape)
         return model, list(model.blocks), shape.flops_per_token(settings.context)
-    inner = _from_transformers(settings.model, vocab)
+    inner = _from_transformers(settings.model, vocab, settings.context)
     if settings.recompute:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     names = set(inner._no_split_modules or ())
@@ -57,7 +57,7 @@ def build_model(settings: TrainSettings, vocab: int) -> tuple[nn.Module, list[nn
     return Causal(inner, settings.loss_chunk), blocks, 6.0 * used
 
 
-def _from_transformers(path: Path, vocab: int) -> Any:
+def _from_transformers(path: Path, vocab: int, context: int) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, logging
     except ImportError as error:
@@ -67,6 +67,9 @@ def _from_transformers(path: Path, vocab: int) -> Any:
         known = getattr(config.get_text_config(), "vocab_size", vocab)
         if known < vocab:
             raise Mistake(f"--model {path}: has a vocabulary of {known} tokens; that of the data, {vocab}, is larger")
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(positions, int) and 0 < positions < context:
+            raise Mistake(f"--context {context}: --model {path} has {positions} positions; give at most that")
         if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
             logging.disable_progress_bar()  # otherwise every rank shows one
             return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from flatshard.train import log
 from flatshard.train.bundled_text import bundled_text
@@ -59,12 +60,26 @@ def check_settings(settings: TrainSettings) -> None:
             settings.check_continues(read(folder / FILE).recipe, folder)
 
 
+_OTHER_TOKENIZERS = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def _refuse_bytes(model: Path) -> None:
+    """Mistake if a model has a tokenizer in a file that is not read: it would train on bytes."""
+    for name in _OTHER_TOKENIZERS:
+        if (model / name).exists():
+            write = f"AutoTokenizer.from_pretrained({str(model)!r}).save_pretrained({str(model)!r})"
+            raise Mistake(f"--model {model}: has {name}, but no tokenizer.json, which {write} of Transformers writes")
+
+
 def check_data(settings: TrainSettings) -> None:
     """Mistake if a file does not exist or a text is too short. Other files are checked when they are read."""
     for flag, given in (("data", settings.data), ("tokenizer", settings.tokenizer), ("model", settings.model)):
         if given is not None and not given.exists():
             raise Mistake(f"--{flag} {given}: No such file or directory")
     path = settings.data
+    has_tokens = path is not None and (path.suffix == ".bin" or (path.is_dir() and settings.vocab is not None))
+    if settings.model is not None and settings.tokenizer_file is None and not has_tokens:
+        _refuse_bytes(settings.model)
     if path is not None and path.is_dir() and not any(path.glob("*.json")):
         raise Mistake(f"--data {path}: not a file, nor a dataset that save_to_disk has written")
     read_later = path is not None and (path.is_dir() or path.suffix in (".bin", ".jsonl"))

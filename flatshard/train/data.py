@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ class Text:
     tokenizer: Any = None
     answers: Tensor | None = None
     render: Render | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The number of tokens, and a checksum of the first and last of them."""
+        ends = torch.cat([self.tokens[:4096], self.tokens[-4096:]]).numpy().tobytes()
+        return f"{len(self.tokens):,} tokens (checksum {crc32(ends):08x})"
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a prompt; for conversations, of a message of the user with this text."""
@@ -164,6 +171,8 @@ def _conversations(path: Path) -> Iterator[list[Message]]:
         try:
             messages = json.loads(line)["messages"]
             cleaned = [{"role": each["role"], "content": each["content"]} for each in messages]
+        except UnicodeDecodeError as error:
+            raise Mistake(f"--data {path}, line {number}: is not UTF-8") from error
         except (ValueError, KeyError, TypeError) as error:
             form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
             raise Mistake(f"--data {path}, line {number}: must have the form {form}") from error
@@ -195,7 +204,10 @@ def chat_template(folder: Path | None) -> Render:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise Mistake("--data: a chat template needs transformers: pip install 'flatshard[hf]'") from error
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # of any type, like those of configurations
+        raise Mistake(f"--data: the tokenizer in {folder} has no chat template that can be read: {error}") from error
     if not tokenizer.chat_template:
         return _chatml
 

@@ -26,12 +26,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.rendezvous import rendezvous
 
 from flatshard import _torch
+from flatshard.buffer import Exchange
 from flatshard.checkpoint import CheckpointError
+from flatshard.checkpoint.errors import from_all_ranks, on_all_ranks
 from flatshard.train.build import build_mesh
-from flatshard.train.data import load_text
+from flatshard.train.data import Text, load_text
 from flatshard.train.environment import has_own_gpus, started_world
 from flatshard.train.progress import run_with_display
-from flatshard.train.settings import Mistake, TrainSettings
+from flatshard.train.settings import Mistake, TrainSettings, check_alike
 from flatshard.train.stop import Stop
 from flatshard.train.trainer import Trainer
 from flatshard.trust.alarm import PeerError, alarm, leave
@@ -76,10 +78,11 @@ def run_rank(settings: TrainSettings) -> int:
     trainer: Trainer | None = None
     try:
         init_process_group("nccl" if kind == "cuda" else "gloo", patience)
+        text = _load_alike(settings)
         world = dist.get_world_size()
         mesh = build_mesh(settings, kind, world, int(os.environ.get("GROUP_WORLD_SIZE", world // local_world)))
         stop = Stop()
-        trainer = Trainer(settings, load_text(settings), mesh, stop)
+        trainer = Trainer(settings, text, mesh, stop)
         if threading.current_thread() is threading.main_thread():
             stop.listen()
         if dist.get_rank() == 0:
@@ -102,6 +105,15 @@ def run_rank(settings: TrainSettings) -> int:
         if not (isinstance(error, PeerError) or _torch.lost_a_peer(error)):
             raise
         _end_without_peer(settings, trainer, error)
+
+
+def _load_alike(settings: TrainSettings) -> Text:
+    """The data of the run. An error on all ranks if one of them cannot load it, or has other settings or data."""
+    ranks = Exchange("control")
+    check_alike(from_all_ranks(ranks, settings.common))
+    text = on_all_ranks(ranks, lambda: load_text(settings), Mistake)
+    check_alike(from_all_ranks(ranks, {"--data": text.fingerprint}))
+    return text
 
 
 def _end_without_peer(settings: TrainSettings, trainer: Trainer | None, error: Exception) -> NoReturn:

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -21,6 +21,7 @@ FILE = "settings.yaml"  # the file in the folder of a run that holds its setting
 _FREE = {"processes", "steps", "recompute", "loss_chunk", "microbatches", "strategy", "replicas", "layout", "reshard"}
 _FREE |= {"offload", "sample", "sample_every", "prompt", "temperature", "checkpoint", "save_every", "keep", "losses"}
 _FREE |= {"device_grads", "in_backward", "tensorboard", "wandb", "record", "timeout", "val_rows", "capture", "export"}
+_SHAPE = ("width", "layers", "heads", "kv_heads", "ffn", "experts", "experts_per_token")  # of the bundled model
 
 
 class Mistake(ValueError):
@@ -176,6 +177,9 @@ class TrainSettings:
         if self.device_grads and (self.in_backward or not self.offload):
             what = "with --in-backward: it frees gradients" if self.in_backward else "without --offload: they all stay"
             raise Mistake(f"--device-grads {what}; leave it out")
+        for name in _SHAPE if self.model is not None else ():
+            if getattr(self, name) != getattr(TrainSettings, name):
+                raise Mistake(f"{flag_of(name)} with --model: the model has a shape of its own; leave it out")
         if self.export is not None and self.model is None:
             raise Mistake(f"--export {self.export}: only a model of Transformers can be exported: give --model")
         if self.replicas is not None and self.strategy not in ("hsdp", "hfsdp"):
@@ -211,6 +215,12 @@ class TrainSettings:
     def recipe(self) -> dict[str, str]:
         """The settings, by flag, that must stay the same when a run is continued."""
         return {flag_of(each.name): str(getattr(self, each.name)) for each in fields(self) if each.name not in _FREE}
+
+    @property
+    def common(self) -> dict[str, str]:
+        """The settings, by flag, that all ranks share. Nodes may have files in different places."""
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "processes"}
+        return {flag_of(name): "a path" if isinstance(each, Path) else str(each) for name, each in given.items()}
 
     def check_continues(self, recipe: dict[str, str], where: Path) -> None:
         """Mistake unless these settings can continue the run in ``where``, which has this recipe."""
@@ -251,6 +261,15 @@ class TrainSettings:
         }
         text = yaml.safe_dump(given, sort_keys=False) if given else ""
         path.write_text(f"# flatshard train --config {path}\n{text}")
+
+
+def check_alike(ranks: Sequence[dict[str, str]]) -> None:
+    """Mistake if the values of a flag differ between ranks."""
+    for rank, values in enumerate(ranks):
+        for flag, value in values.items():
+            if value != ranks[0].get(flag):
+                differs = f"{flag} is {ranks[0].get(flag)} on rank 0, and {value} on rank {rank}"
+                raise Mistake(f"{differs}; start all ranks with the same command, and the same data")
 
 
 def flag_of(name: str) -> str:

@@ -43,7 +43,8 @@ class Trainer:
         self.stopped = 0  # the signal that has ended the run early
         self.device = torch.device(mesh.device_type)
         settings.validate().rows_per_rank(mesh.size())  # raises before anything is built
-        self.model, blocks, self.flops_per_token = build_model(settings, text.vocab)
+        built = on_all_ranks(Exchange("control"), lambda: build_model(settings, text.vocab), Mistake)
+        self.model, blocks, self.flops_per_token = built
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         shard(self.model, blocks, settings, mesh)
         self.optimizer = build_optimizer(self.model, blocks, settings)

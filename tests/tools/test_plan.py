@@ -251,6 +251,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["tests.tools.test_plan:not_a_model"], "returned int, not a torch.nn.Module"),
         (["tests.tools.test_plan:needs_more"], "calling it raised TypeError"),
         (["llama-1b", "--json", "/no/such/folder/plan.json"], "No such file"),
+        (["llama-1b", "--batch", "0", "--length", "8"], "--batch 0 --length 8: give both, at least 1"),
         (["llama-1b", "--devices", "0"], "--devices 0: must be at least 1"),
         (["llama-1b", "--spare", "5"], "--spare 5: must be a fraction"),
         (["llama-1b", "--memory", "80XB"], "must be a number of GB"),

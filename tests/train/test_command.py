@@ -151,6 +151,8 @@ def short_file(tmp_path):
         ("--prompt=", "--prompt : must be at least one character"),
         ("--timeout 0", "--timeout 0: must be at least 1"),
         ("--seed 99999999999", "--seed 99999999999: must be 0 or more, and below 2^32"),
+        ("--model {folder} --layers 12", "--layers with --model: the model has a shape of its own; leave it out"),
+        ("--model {bpe}", "--model {bpe}: has vocab.json, but no tokenizer.json, which AutoTokenizer"),
         ("--replicas 2", "--replicas 2: only --strategy hsdp and hfsdp have replicas"),
         ("--strategy hsdp --replicas 3 --processes 4", "--replicas 3: must divide the number of processes, 4"),
         ("--rows --offload", "--rows with --offload"),
@@ -170,7 +172,9 @@ def short_file(tmp_path):
 )
 def test_bad_input_is_one_line(flags, expected, short_file, capsys):
     folder = short_file.parent
-    paths = {"folder": folder, "short": short_file}
+    paths = {"folder": folder, "short": short_file, "bpe": folder / "bpe"}
+    paths["bpe"].mkdir()
+    (paths["bpe"] / "vocab.json").write_text("{}")
     files = {"typo.yaml": "stepz: 3", "far.yaml": "7: 3", "typed.toml": 'steps = "many"', "choice.yaml": "schedule: 3"}
     for name, content in files.items():
         paths[Path(name).stem] = folder / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from flatshard.checkpoint import CheckpointError
 from flatshard.cli import main
 from flatshard.engine.tree.build import units_below
 from flatshard.tools.report import Record
+from flatshard.train import launch
 from flatshard.train.build import build_mesh, build_model
 from flatshard.train.command import check_settings
 from flatshard.train.data import batch_rows, load_text, loss_scale, validation_rows
@@ -294,15 +297,38 @@ def test_of_conversations_answers_alone_are_learned(tmp_path):
     ("line", "expected"),
     [
         ("nonsense", "line 1: must have the form"),
+        ("\xe4", "line 1: is not UTF-8"),
         ('{"text": "a"}', "line 1: must have the form"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be strings"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role assistant"),
     ],
 )
 def test_what_is_no_conversation_is_named(tmp_path, line, expected):
-    (tmp_path / "chats.jsonl").write_text(line)
+    (tmp_path / "chats.jsonl").write_text(line, encoding="latin-1")
     with pytest.raises(Mistake, match=expected):
         load_text(replace(TINY, data=tmp_path / "chats.jsonl"))
+
+
+def _meet(rank, world, cases):
+    said = []
+    for settings in cases:
+        with pytest.raises((Mistake, CheckpointError)) as error:
+            launch._load_alike(settings[rank])
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_with_other_flags_or_data_are_named(ranks, tmp_path):
+    chats = replace(TINY, data=_chats(tmp_path / "chats.jsonl"))
+    fewer = replace(TINY, data=_chats(tmp_path / "fewer.jsonl", 11))
+    bad = replace(TINY, data=tmp_path / "bad.jsonl")
+    bad.data.write_text("nonsense")
+    rate, data, line = ranks(2, _meet, [(TINY, replace(TINY, lr=0.5)), (chats, fewer), (chats, bad)])[0]
+    assert (
+        rate == "--lr is 0.003 on rank 0, and 0.5 on rank 1; start all ranks with the same command, and the same data"
+    )
+    assert re.match(r"--data is \d+ tokens \(checksum \w+\) on rank 0, and \d+ tokens", data)
+    assert line.startswith(f"rank 1: --data {bad.data}, line 1: must have the form")
 
 
 def _tuned(rank, world, settings):
