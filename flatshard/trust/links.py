@@ -92,6 +92,10 @@ class Links:
         value: str = self._store.get(key).decode(errors="replace")
         return value
 
+    def reads_store(self) -> bool:
+        """Whether the store has not been dropped."""
+        return self._store is not None
+
     def forget_store(self) -> None:
         """Drop the store: children that have not connected, and the parent, are then not waited for."""
         self._store = None

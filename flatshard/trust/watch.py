@@ -235,7 +235,7 @@ class Watch:
     def _find_others(self) -> bool:
         """Whether all neighbours have connected. Until then, a rank that ends leaves its message in the store."""
         links = self._links
-        if links is None or links.are_complete():
+        if links is None or not links.reads_store():  # which is read once more when all have connected
             return True
         try:
             links.connect_to_parent()

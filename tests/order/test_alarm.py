@@ -176,6 +176,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = flatshard.fully_shard(torch.nn.Linear(8, 8))
 model(torch.ones(2, 8)).sum().backward()
+time.sleep(1)  # the ranks connect meanwhile
 try:
     if sys.argv[1] == "unhandled":
         try:

@@ -7,12 +7,13 @@ import os
 import selectors
 import socket
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from flatshard.trust.links import Links
-from flatshard.trust.watch import Survey
+from flatshard.trust.watch import Survey, Verdict, Watch, Watched
 
 
 class Tree:
@@ -165,3 +166,14 @@ def test_a_question_that_many_ask_at_once_is_answered_once_by_each(tree, monkeyp
     assert {len(heard) for heard in ranks.heard.values()} == {9}
     surveys[3].hear({"state": "waits", "rank": 2, "gone": [5]})
     assert "rank 5 has ended" in surveys[3].summary()
+
+
+def test_a_message_in_the_store_is_read_after_all_have_connected(tree):
+    """Of a rank that has ended before it was connected at both ends."""
+    ranks = tree(2)
+    ranks.store.set("raised", "1 ValueError: no data")
+    watch = Watch(Watched(store=lambda name: None, kept=None, rank=0, world=2), "", mock.Mock(), Verdict())
+    watch._links = ranks.links[0]
+    assert watch._find_others()
+    assert watch.verdict.reason == "rank 1 raised ValueError: no data"
+    assert not watch._links.reads_store()
