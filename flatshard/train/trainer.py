@@ -226,6 +226,8 @@ class Trainer:
                 if self.stopped:
                     break
             scores = self.model(written[:, -settings.context :])[:, -1].float()
+            if number == 0 and scores.isnan().any():
+                raise Mistake("no sample: the model computes NaN, so the training has diverged; give a smaller --lr")
             if settings.temperature > 0:
                 chances = torch.softmax(scores / settings.temperature, dim=-1)
                 following = torch.multinomial(chances, 1, generator=draw)

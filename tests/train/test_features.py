@@ -331,6 +331,15 @@ def test_ranks_with_other_flags_or_data_are_named(ranks, tmp_path):
     assert line.startswith(f"rank 1: --data {bad.data}, line 1: must have the form")
 
 
+def _diverged(rank, world):
+    with pytest.raises(Mistake, match="has diverged; give a smaller --lr"):
+        _train(rank, world, [replace(TINY, lr=1e30)])
+
+
+def test_a_run_that_has_diverged_is_named(ranks):
+    ranks(2, _diverged)
+
+
 def _tuned(rank, world, settings):
     losses = []
     for each in settings:
