@@ -33,7 +33,7 @@ from flatshard.hf import methods_for
 from flatshard.layout.planner import LayoutName
 from flatshard.module import unit_class
 from flatshard.optim.clip import mesh_device
-from flatshard.optim.step import watch_steps
+from flatshard.optim.step_hook import watch_steps
 from flatshard.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,

@@ -18,7 +18,7 @@ from flatshard.engine import steps
 from flatshard.engine.gradients.main_grads import MainGrads
 from flatshard.engine.schedule.root import Root, roots_that_ran
 from flatshard.optim.combined import CombinedOptimizer
-from flatshard.optim.step import is_settled, state_places, state_tensors
+from flatshard.optim.optimizer_state import is_settled, state_places, state_tensors
 from flatshard.recomputed import Generators, Segments
 from flatshard.trust.record import record
 

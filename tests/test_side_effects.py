@@ -126,4 +126,4 @@ def test_imports_change_nothing_and_a_sharded_model_what_the_page_says(alarm):
         assert all(name.endswith("_") for name in lists)  # in place
         assert [name for name in operations if name not in lists] == _RULES
         rest = sorted(set(told["trained"]) - set(rules))
-        assert rest == sorted(["DTensor.data", "hook flatshard.optim.step", *(_ALARM if alarm == "on" else [])])
+        assert rest == sorted(["DTensor.data", "hook flatshard.optim.step_hook", *(_ALARM if alarm == "on" else [])])

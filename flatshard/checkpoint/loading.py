@@ -22,7 +22,7 @@ from flatshard.checkpoint.reader import Reader, read_extra
 from flatshard.checkpoint.state import held_part, names_by_group
 from flatshard.checkpoint.stored_names import renaming
 from flatshard.optim.flat_params import PER_PARAMETER
-from flatshard.optim.step import owner_of_entries, state_devices
+from flatshard.optim.optimizer_state import owner_of_entries, state_devices
 
 _LISTED = 8  # problems that one error lists
 

@@ -25,7 +25,7 @@ from flatshard.checkpoint.files import BLOCK, TensorEntry, sync_folder, write_fi
 from flatshard.checkpoint.manifest import EXTRA, FORMAT, MANIFEST, Manifest, rank_file
 from flatshard.checkpoint.progress import bar
 from flatshard.checkpoint.state import Snapshot, take_snapshot
-from flatshard.optim.step import saved_state
+from flatshard.optim.optimizer_state import saved_state
 
 _LOG = logging.getLogger("flatshard")
 _SAVING, _DELETING = ".saving-", ".deleting-"

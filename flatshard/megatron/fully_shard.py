@@ -25,7 +25,8 @@ from flatshard.megatron.megatron_fsdp import ALSO_IN_CONFIG, MegatronFSDP
 from flatshard.megatron.mixed_precision import MixedPrecisionPolicy
 from flatshard.megatron.utils import FSDPDistributedIndex
 from flatshard.optim import step as local_step
-from flatshard.optim.step import original_class, replace_parameters
+from flatshard.optim.refusals import original_class
+from flatshard.optim.step import replace_parameters
 from flatshard.policy import strategy_name
 
 # The values of ``zero_dp_strategy``, which may also be the names in lower case.

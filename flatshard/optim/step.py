@@ -5,55 +5,31 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard import _arguments, _torch
-from flatshard.engine import steps
 from flatshard.engine.gradients.gradients import partial_gradients
 from flatshard.engine.gradients.main_grads import MAIN_GRAD
-from flatshard.engine.groups.registry import OWNER, generation, group_of, is_replaced, successor_of
+from flatshard.engine.groups.registry import group_of, is_replaced, successor_of
 from flatshard.engine.schedule.reduces import join_reduces
 from flatshard.optim.adamw8bit import ROWWISE, AdamW8bit
 from flatshard.optim.assignment import BUCKET, Cost, Predicate, Splits, WholeOptions, newton_schulz
-from flatshard.optim.clip import cut_axes
-from flatshard.optim.combined import CombinedOptimizer, run_closure
+from flatshard.optim.combined import run_closure
 from flatshard.optim.flat_params import is_elementwise, local_part
-from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_by_others, takeovers, wrap_scalars
-from flatshard.optim.unsharded import warn_of_unsharded
-from flatshard.optim.whole_step import CAPTURED, WholeStep
+from flatshard.optim.local_step import STEPPER, LocalStep, refuse_replaced, stepped_by_others
+from flatshard.optim.refusals import original_class, refuse_class
+from flatshard.optim.whole_step import WholeStep
 
 Opt = TypeVar("Opt", bound=Optimizer)
 
 # Optimizers of torch whose update of an element reads nothing but that element and numbers that all elements share.
 _NAMES = "SGD Adam AdamW NAdam RAdam Adagrad Adadelta Adamax RMSprop Rprop ASGD"
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(torch.optim, name) for name in _NAMES.split())
-# Class names of optimizers, torch's and well-known others, that read a whole parameter: on a part of one they would
-# compute something else without saying so.
-_WHOLE = {
-    **dict.fromkeys(("Adafactor", "CAME"), "factors second moments over rows and columns"),
-    **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "needs whole matrices"),
-    **dict.fromkeys(("LAMB", "Lamb", "LARS", "Lars", "NovoGrad"), "scales by norms of whole parameters"),
-}
-_REMEDIES = {
-    "all": "but a rank has only shards; give whole=True, or use an elementwise optimizer such as AdamW",
-    "rest": "but of the parameters that `whole` leaves out a rank has only shards; give those to an elementwise "
-    "optimizer such as AdamW",
-}
-_OVER_ALL = "sums over all parameters, and no rank has all of them; use another optimizer"
-_NEVER = {
-    "LBFGS": "evaluates the model several times in a step and needs dot products over all parameters; use an "
-    "elementwise optimizer such as AdamW",
-    "SparseAdam": "needs sparse gradients, and those of sharded parameters are dense; use Adam",
-    **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), _OVER_ALL),
-}
-_CHECKED = "_flatshard_checked"  # on an optimizer: when it was checked last, and what was found
 
 
 def fully_shard_optimizer(
@@ -141,7 +117,7 @@ def fully_shard_optimizer(
     if options is None:
         if isinstance(optimizer, AdamW8bit) and not (in_backward or stepper.offload_state or _has_offloaded(optimizer)):
             return optimizer  # it steps shards by itself
-        _refuse(optimizer, "all")
+        refuse_class(optimizer, "all")
         refuse_replaced(optimizer)
         return _install(optimizer, stepper)
     return _install(optimizer, WholeStep(options, stepper))
@@ -227,7 +203,7 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
         )
     state = optimizer.__dict__["state"]
     if isinstance(stepper, WholeStep):
-        _plan(optimizer, stepper)
+        plan_whole(optimizer, stepper)
     optimizer.__dict__[STEPPER] = stepper
     kind = FSDPWhole if isinstance(stepper, WholeStep) else FSDPOffloaded if stepper.offload_state else FSDPOptimizer
     optimizer.__class__ = _class_of(type(optimizer), kind)  # type: ignore[assignment, arg-type]
@@ -240,23 +216,10 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
     return optimizer
 
 
-def _plan(optimizer: Optimizer, stepper: WholeStep) -> None:
+def plan_whole(optimizer: Optimizer, stepper: WholeStep) -> None:
     stepper.plan(optimizer)
     is_all_whole = all(p in stepper.parts for group in optimizer.param_groups for p in group["params"])
-    _refuse(optimizer, "none" if is_all_whole else "rest")
-
-
-def _refuse(optimizer: Optimizer, on_shards: Literal["all", "rest", "none"]) -> None:
-    """Raise for what cannot work; ``on_shards`` says whether all parameters, some or none are stepped in parts."""
-    names = [cls.__name__ for cls in original_class(optimizer).__mro__]
-    reason = next((_NEVER[name] for name in names if name in _NEVER), None)
-    if reason is None and on_shards != "none":
-        _refuse_foreign_blocks(optimizer)
-        reason = next((f"{_WHOLE[name]}, {_REMEDIES[on_shards]}" for name in names if name in _WHOLE), None)
-    if reason is not None:
-        raise ValueError(f"{names[0]} {reason}")
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"{names[0]}(differentiable=True) is not supported for sharded parameters; leave it out")
+    refuse_class(optimizer, "none" if is_all_whole else "rest")
 
 
 # Classes
@@ -355,11 +318,6 @@ def _class_of(cls: type[Optimizer], kind: type[FSDPOptimizer]) -> type[Optimizer
     return type(f"FSDP{cls.__name__}", (kind, cls), members)
 
 
-def original_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The class of an optimizer before this file has changed it."""
-    return optimizer._flatshard_original if isinstance(optimizer, FSDPOptimizer) else type(optimizer)
-
-
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """The step of a class without hooks: hooks run around our step, not within it, where the optimizer is changed."""
     base = cls.step
@@ -378,86 +336,6 @@ def _stepper_of(optimizer: Optimizer) -> Any:
     return optimizer.__dict__[STEPPER]
 
 
-def saved_state(optimizer: Optimizer) -> Mapping[Any, Any]:
-    """The state of an optimizer by parameter, with the same entries on all ranks, to be saved. All ranks call it."""
-    state: dict[Any, Any] = {}
-    for each, stepper in _steppers(optimizer):
-        state.update(stepper.saved_state(each) if isinstance(stepper, WholeStep) else each.state)
-    return state
-
-
-def _steppers(optimizer: Optimizer) -> list[tuple[Optimizer, Any]]:
-    """An optimizer, or those that it combines, each with its stepper, if any."""
-    parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    return [(each, each.__dict__.get(STEPPER)) for each in parts]
-
-
-def owner_of_entries(optimizer: Optimizer) -> Callable[[torch.Tensor, Iterable[str]], dict[str, bool] | None]:
-    """Says which entries of the state of a parameter this rank is to have; None of one that is not whole.
-
-    ValueError for entries of a parameter that was split in another way.
-    """
-    steppers: dict[torch.Tensor, WholeStep] = {}
-    for each, stepper in _steppers(optimizer):
-        if isinstance(stepper, WholeStep):
-            stepper.plan(each)
-            steppers.update(dict.fromkeys(stepper.parts, stepper))
-
-    def owned(parameter: torch.Tensor, keys: Iterable[str]) -> dict[str, bool] | None:
-        stepper = steppers.get(parameter)
-        return None if stepper is None else stepper.owned(parameter, keys)
-
-    return owned
-
-
-def state_devices(optimizer: Optimizer) -> dict[torch.Tensor, torch.device]:
-    """Where the state of each parameter is to be loaded to."""
-    devices: dict[torch.Tensor, torch.device] = {}
-    for each, stepper in _steppers(optimizer):
-        offloads = isinstance(stepper, LocalStep) and stepper.offload_state
-        parameters = (p for group in each.param_groups for p in group["params"])
-        devices.update({p: torch.device("cpu") if offloads else p.device for p in parameters})
-    return devices
-
-
-def _refuse_foreign_blocks(optimizer: Optimizer) -> None:
-    """Raise if the optimizer keeps state in blocks of each tensor, which would be blocks of a shard."""
-    name = type(optimizer).__name__
-    if "8bit" in name and any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__):
-        raise ValueError(
-            f"{name} of bitsandbytes scales blocks of a rank's shard, so its state cannot be saved for another number "
-            "of ranks; use flatshard.optim.AdamW8bit, or fully_shard_optimizer with whole=True"
-        )
-
-
-def _refuse_parts(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise if sharded matrices would be factored, or multiplied in place: DTensor fails in that."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    kind = next((name for name in names if name in ("Adafactor", "CAME")), None)
-    kind = "Muon" if isinstance(optimizer, torch.optim.Muon) else kind
-    if kind is None:
-        return
-    matrices = [
-        p for p in parameters if isinstance(p, DTensor) and p.dim() > 1 and any(a.is_shard() for a in p.placements)
-    ]
-    if matrices and (kind != "Muon" or any(cut_axes(p) for p in matrices)):  # one rank alone has whole ones
-        raise ValueError(
-            f"{names[0]} {_WHOLE[kind]}, but these are sharded: call fully_shard_optimizer(optimizer, whole=True), "
-            "which steps each on one rank, or use an elementwise optimizer such as AdamW"
-        )
-
-
-def _refuse_stepped(optimizer: Optimizer) -> None:
-    """Raise if backwards step parameters of the optimizer for another one: their gradients are gone."""
-    for parameter, _ in stepped_by_others(optimizer):
-        name, owner = parameter.__dict__.get(OWNER, ("a parameter", "the model"))
-        raise RuntimeError(
-            f"'{name}' of {owner} is stepped by the backward, for another optimizer that has in_backward=True, so this "
-            f"{type(optimizer).__name__} has no gradient for it. Delete the other one before the next backward, or "
-            "call fully_shard_optimizer on this one, which then replaces it"
-        )
-
-
 def _drop_unreduced(optimizer: Optimizer) -> None:
     """Drop what backwards have left unreduced in groups whose parameters are all of the optimizer.
 
@@ -471,96 +349,6 @@ def _drop_unreduced(optimizer: Optimizer) -> None:
         are_zeros_of_torch = all(each.grad is not None and not hasattr(each.grad, MAIN_GRAD) for each in params)
         if all(id(each) in own for each in params) and not are_zeros_of_torch:
             gradients.drop_partial()
-
-
-def _captured(optimizer: Optimizer) -> LocalStep | None:
-    local: LocalStep | WholeStep | None = optimizer.__dict__.get(STEPPER)
-    if isinstance(local, WholeStep):
-        raise NotImplementedError(CAPTURED)
-    if local is not None and local.offload_state:
-        raise ValueError(
-            f"{type(optimizer).__name__} has offload_state=True, which cannot be captured; leave it out, or call "
-            "optimizer.step() outside of the captured step"
-        )
-    return local
-
-
-def is_settled(optimizer: Optimizer) -> bool:
-    """Before a step is captured: whether it need not read changes of its state."""
-    local = _captured(optimizer)
-    return local is None or local.settle()
-
-
-def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The local tensors that a step of an optimizer reads and writes."""
-    local = _captured(optimizer)
-    states = optimizer.state if local is None else local.flat_state  # which does not count as reading the state
-    values = [_torch.held_of(value) for state in states.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def state_places(optimizer: Optimizer) -> list[object]:
-    """The addresses of an optimizer's state, to detect later changes."""
-    return [id(optimizer.__dict__["state"]), *[tensor.data_ptr() for tensor in state_tensors(optimizer)]]
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs before every step of every optimizer: reads parameters only if they may have changed.
-
-    In a compiled step it is traced, and only counts.
-    """
-    if isinstance(optimizer, CombinedOptimizer):  # its optimizers are checked in their own steps
-        return
-    if torch.compiler.is_compiling():
-        steps.note()
-        return
-    steps.taken()  # so that a step before this one counts by itself
-    steps.note()
-    stepper = optimizer.__dict__.get(STEPPER)
-    if stepper is not None and stepper.is_stepping:  # the step of a class has called that of its base
-        return
-    join_reduces(to_host=not isinstance(stepper, LocalStep))
-    now = (generation(), takeovers(), sum(len(group["params"]) for group in optimizer.param_groups))
-    if not now[0]:
-        return  # nothing has been sharded
-    known = optimizer.__dict__.get(_CHECKED)
-    if known is None or known[0] != now:
-        refuse_replaced(optimizer)
-        _refuse_stepped(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        warn_of_unsharded(parameters)
-        if isinstance(stepper, WholeStep):  # parameters may have been added
-            _plan(optimizer, stepper)
-        if stepper is None:
-            managed = [p for p in parameters if group_of(p) is not None]  # others' DTensors are theirs to step
-            _refuse_parts(optimizer, managed)
-            if any(isinstance(parameter, DTensor) for parameter in managed):
-                _refuse_foreign_blocks(optimizer)
-            for parameter in managed if not isinstance(optimizer, AdamW8bit) else ():  # which casts them itself
-                group = group_of(parameter)
-                if group is None or group.own_grad_dtype is not None:  # as the user has asked for
-                    continue
-                if isinstance(parameter.grad, DTensor) and parameter.grad.dtype != parameter.dtype:
-                    raise RuntimeError(
-                        f"gradients have dtype {parameter.grad.dtype} and main weights {parameter.dtype}; call "
-                        "fully_shard_optimizer(optimizer), which casts them"
-                    )
-        groups = dict.fromkeys(map(group_of, parameters))
-        refs = [weakref.ref(group) for group in groups if group is not None]
-        scalars = [p for p in parameters if isinstance(p, DTensor) and p.dim() == 0]
-        known = optimizer.__dict__[_CHECKED] = now, refs, scalars
-    for ref in known[1]:
-        group = ref()
-        if group is not None:
-            group.steps_taken += 1
-    for parameter in known[2] if stepper is None else ():
-        wrap_scalars(parameter, optimizer.state)
-
-
-@functools.cache
-def watch_steps() -> None:
-    """From now on, check every optimizer of this process before it steps."""
-    register_optimizer_step_pre_hook(_before_step)
 
 
 def replace_parameters(optimizer: Optimizer) -> None:

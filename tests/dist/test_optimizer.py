@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from flatshard import fully_shard, fully_shard_optimizer
 from flatshard.buffer.rules import add_rules
-from flatshard.optim.step import is_settled
+from flatshard.optim.optimizer_state import is_settled
 from tests.dist.models import batches, loss_of, make_net
 
 pytestmark = pytest.mark.sampled(2)

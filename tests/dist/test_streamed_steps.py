@@ -24,7 +24,7 @@ from flatshard import (
 from flatshard.engine.units.unit import unit_of
 from flatshard.engine.weights.offload import Home, HostCopy
 from flatshard.optim import AdamW8bit, adamw8bit, streaming
-from flatshard.optim.step import is_settled
+from flatshard.optim.optimizer_state import is_settled
 from tests.dist import test_step_in_backward
 from tests.dist.models import batches, loss_of, make_net
 from tests.dist.test_engine import shard_net

@@ -18,7 +18,7 @@ import flatshard
 from flatshard import fully_shard_optimizer, whole_optimizer
 from flatshard.captured import _optimizers_that_step
 from flatshard.optim import CombinedOptimizer
-from flatshard.optim.step import state_places
+from flatshard.optim.optimizer_state import state_places
 from tests.dist.models import assert_rows
 from tests.whole.cases import (
     MAKERS,
