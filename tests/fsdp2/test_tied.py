@@ -1,5 +1,7 @@
 """Weights that two units share: one of them keeps the parameter, both gather it."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,6 +181,27 @@ def _meta(rank, world):
 
 def test_materialize(ranks):
     ranks(2, _meta)
+
+
+def _meta_with_attributes(rank, world, keepers):
+    with torch.device("meta"):
+        model = _language()
+    model.embed.weight.rate = 0.5
+    for name in keepers:
+        fully_shard(getattr(model, name))
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.rate == 0.5
+    model.load_state_dict(_language().state_dict())
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.embed.weight
+    torch.testing.assert_close(twin(_tokens(0)), _language()(_tokens(0)))
+
+
+@pytest.mark.parametrize("keepers", [["embed"], ["head"], ["embed", "head"], ["head", "embed"]], ids="-".join)
+def test_a_model_keeps_attributes_and_can_be_copied_after_to_empty(ranks, keepers):
+    ranks(2, _meta_with_attributes, keepers)
 
 
 def _kept_after_evaluation(rank, world):

@@ -107,10 +107,13 @@ def applying(unit: Unit) -> Iterator[None]:
     unit.reshard()
     absorb(unit)  # parameters that were assigned before, with their gradients
     with ExitStack() as stack:
-        for group in unit.groups:
+        for group in unit.needs:  # modules of this unit also convert parameters that it borrows
             stack.enter_context(changes.applying(group))
         yield
         absorb(unit)
+        for group, _, _ in unit.borrowed:
+            if not group.is_full:
+                changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True)
 
 
 @contextmanager
