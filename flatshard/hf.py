@@ -10,11 +10,12 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flatshard.buffer import Exchange
 from flatshard.checkpoint.deferred_tensors import DeferredFile, DeferredTensor, defer
@@ -62,7 +63,7 @@ def _saving_on_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
         ranks, adapters = Exchange("control"), _adapters(self)
         streams = adapters is None and kwargs.get("safe_serialization", True)  # an argument of Transformers 4
         modules = _safetensors_users(type(self)) if streams else []
-        requests = _GatherRequests(self, ranks)
+        requests, prompts = _GatherRequests(self, ranks), _prompt_parameters(self)
         if modules:
             state = defer(self.state_dict(keep_vars=True))
         else:
@@ -70,10 +71,11 @@ def _saving_on_rank_0(method: Callable[..., Any]) -> Callable[..., Any]:
             state = {name: tensor.to("cpu", copy=True) for name, tensor in whole if ranks.rank == 0}
 
         def write() -> None:
-            with original_classes(self), requests.by(modules):
+            with original_classes(self), requests.by(modules), _holding(prompts, state):
                 method(self, save_directory, *args, **{**kwargs, "state_dict": state})
 
-        on_all_ranks(ranks, write if ranks.rank == 0 else requests.answer)
+        with gathered(self.get_submodule("prompt_encoder")) if prompts else nullcontext():
+            on_all_ranks(ranks, write if ranks.rank == 0 else requests.answer)
         return None
 
     return save_pretrained
@@ -132,6 +134,34 @@ def _adapters(model: Any) -> set[str] | None:
         return None
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return trained | {name for name in model.state_dict() if any(f".{adapter}" in name for adapter in known)}
+
+
+def _prompt_parameters(model: Any) -> dict[str, nn.Module]:
+    """Names of the sharded parameters with which PEFT computes prompts, and their modules.
+
+    PEFT does not save these, but the prompts, which it computes while it saves.
+    """
+    if not hasattr(model, "peft_config") or not hasattr(model, "prompt_encoder"):
+        return {}
+    return {
+        f"prompt_encoder.{path}.{name}": module
+        for path, module in model.prompt_encoder.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    }
+
+
+@contextmanager
+def _holding(modules: dict[str, nn.Module], state: dict[str, Any]) -> Iterator[None]:
+    """Within the context, modules hold the parameters of ``state``: gathered ones are in the compute dtype."""
+    held = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
+    try:
+        for name, module in modules.items():
+            setattr(module, name.rpartition(".")[2], nn.Parameter(state[name], requires_grad=False))
+        yield
+    finally:
+        for name, module in modules.items():
+            setattr(module, name.rpartition(".")[2], held[name])
 
 
 _trainers: dict[Any, Callable[..., Any]] = {}  # classes, and their original `save_model`

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flatshard import fully_shard, gathered, no_shard, shard_model
+from flatshard import MixedPrecisionPolicy, fully_shard, gathered, no_shard, shard_model
 from flatshard.engine.weights.extensions import is_extended
 
 pytestmark = pytest.mark.limit(300)
@@ -97,6 +97,39 @@ def test_adapters_train_as_on_one_process_and_are_saved_and_merged(ranks, kind, 
         pytest.importorskip("torchao")
     pytest.importorskip("transformers", minversion="5")
     ranks(2, _trained, kind, str(tmp_path / "adapters"))
+
+
+def _prompted(rank, world, kind, folder):
+    """What is saved of a model with trained prompts, which PEFT computes while it saves, and one that is loaded."""
+    import peft
+    from safetensors.torch import load_file
+
+    from tests.ecosystem.architectures import ARCHITECTURES
+
+    def make():
+        torch.manual_seed(1)
+        options = {} if kind == "PromptTuningConfig" else {"encoder_hidden_size": 8}
+        return peft.get_peft_model(_base("float32"), getattr(peft, kind)("CAUSAL_LM", num_virtual_tokens=3, **options))
+
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    shard_model(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.save_pretrained(folder)
+    model(**ARCHITECTURES["llama"].inputs(torch.Generator().manual_seed(rank))).loss.backward()
+    assert any(p.grad is not None for p in model.parameters())
+    if rank == 0:
+        reference.save_pretrained(f"{folder}-whole")
+        ours, theirs = (load_file(f"{name}/adapter_model.safetensors") for name in (folder, f"{folder}-whole"))
+        assert ours["prompt_embeddings"].equal(theirs["prompt_embeddings"])
+    dist.barrier()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_trained_prompts_are_saved(ranks, kind, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers", minversion="5")
+    ranks(2, _prompted, kind, str(tmp_path / "prompts"))
 
 
 class Quantised(nn.Module):
