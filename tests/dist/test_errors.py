@@ -83,6 +83,10 @@ def _bad_arguments(rank: int, world: int) -> None:
     turned = nn.Linear(4, 3)
     turned.weight = nn.Parameter(torch.randn(4, 3).t())
     refused(turned, lambda: fully_shard(turned), ValueError, "weight", "contiguous")
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"parameter '1\.weight' of a lazy module.*before fully_shard"):
+        fully_shard(lazy)
+    assert not isinstance(lazy[0].weight, DTensor)
     wave = nn.Linear(4, 4, dtype=torch.complex64)
     before = wave.weight
     with pytest.raises(ValueError, match=r"weight.*complex64"):

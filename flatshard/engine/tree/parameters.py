@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from flatshard import _torch
 from flatshard.buffer.dtensor import largest_part
@@ -56,6 +57,8 @@ def owned_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise ValueError(f"parameter '{name}' of a lazy module has no shape yet: run one forward before fully_shard")
     if parameter.is_complex() and parameter.requires_grad:
         raise ValueError(f"parameter '{name}' is {parameter.dtype}: use a real dtype (view_as_real), or freeze it")
     if not parameter.is_contiguous():
