@@ -466,5 +466,17 @@ def _removed(rank, world):
     model(torch.ones(2, 6)).sum().backward()
 
 
+def _parametrized_late(rank, world):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    fully_shard(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match=r"'0\.weight' was removed.*parametrize modules before fully_shard"):
+        model(torch.ones(2, 6))
+
+
+def test_a_module_that_is_parametrized_after_sharding_is_refused_with_the_fix(ranks):
+    ranks(2, _parametrized_late)
+
+
 def test_a_removed_parameter_of_a_tensor_subclass_is_put_back(ranks):
     ranks(2, _removed)

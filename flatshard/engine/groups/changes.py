@@ -189,7 +189,7 @@ def held_by_modules(group: ParamGroup, names: Names) -> list[nn.Parameter]:
             _restore(group)
             raise ValueError(
                 f"parameter '{names[index]}' was removed, or the modules that share it now have parameters with "
-                "different values; change sharded parameters in place"
+                "different values; change sharded parameters in place, and parametrize modules before fully_shard"
             )
         result.append(first)
     return result
