@@ -342,6 +342,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 "its parameters would never be gathered; call fully_shard on each of its modules, or on a list of them "
                 "to make one unit"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"fully_shard was given a {name}, which takes no hooks; shard the module around it")
     if len(set(modules)) != len(modules):
         raise ValueError("fully_shard was given a list with the same module twice; list each module once")
     for module in modules:

@@ -62,6 +62,8 @@ def _bad_modules(rank: int, world: int) -> None:
     refused(plain, lambda: fully_shard([plain[0], plain[0].weight]), TypeError, "Parameter")
     refused(plain, lambda: fully_shard([plain, plain[0]]), ValueError, "one that it contains")
     refused(plain, lambda: fully_shard([plain[1], plain[1][0]]), ValueError, "one that it contains")
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    refused(scripted, lambda: fully_shard(scripted), ValueError, "RecursiveScriptModule", "around it")
     listed = nn.ModuleList([nn.Linear(4, 4)])
     refused(listed, lambda: fully_shard(listed), ValueError, "ModuleList", "never called", "list")
     named = nn.ModuleDict({"a": nn.Linear(4, 4)})
