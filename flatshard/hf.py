@@ -199,9 +199,9 @@ def undo_let_trainer_save() -> None:
 
 
 def _save(trainer: Any, folder: Any) -> None:
-    if hasattr(trainer.model, "save_pretrained"):
-        trainer._save(folder)  # all ranks call `save_pretrained` in it; rank 0 does the rest
-        return
-    state = trainer.accelerator.get_state_dict(trainer.model)
+    streams = hasattr(type(trainer.model), "save_pretrained")  # false for a compiled model
+    state = None if streams else trainer.accelerator.get_state_dict(trainer.model)
     if trainer.args.should_save:
         trainer._save(folder, state_dict=state)
+    elif streams:  # `_save` calls it on all ranks only before Transformers 5.23
+        trainer.model.save_pretrained(folder)

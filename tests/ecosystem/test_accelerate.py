@@ -71,7 +71,7 @@ def test_accelerate_gives_the_losses_of_fsdp2(ranks, precision, offloads, tmp_pa
             torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-5 if precision == "no" else 1e-2)
 
 
-def _trained(rank, world, way, kind, folder, port):
+def _trained(rank, world, way, kind, compiled, folder, port):
     """Losses that the Trainer logs, and what it writes; a second one goes on from the first one's checkpoint."""
     from transformers import Trainer, TrainingArguments
 
@@ -96,6 +96,8 @@ def _trained(rank, world, way, kind, folder, port):
                 learning_rate=0.01,
                 lr_scheduler_type="constant",
                 disable_tqdm=True,
+                torch_compile=compiled,
+                torch_compile_backend="eager" if compiled else None,
             )
             trainer = Trainer(model=architecture.make().train(), args=arguments, train_dataset=data)
             trainer.train(resume_from_checkpoint=steps > 2)
@@ -123,9 +125,11 @@ def _compare_with_checkpoint(rank, folder):
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_the_trainer_gives_the_losses_of_fsdp2(ranks, kind, tmp_path):
-    ours, theirs = (ranks(2, _trained, way, kind, str(tmp_path / way), free_port()) for way in WAYS)
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", False), ("SHARDED_STATE_DICT", True)]
+)
+def test_the_trainer_gives_the_losses_of_fsdp2(ranks, kind, compiled, tmp_path):
+    ours, theirs = (ranks(2, _trained, way, kind, compiled, str(tmp_path / way), free_port()) for way in WAYS)
     for (found, files), (wanted, others) in zip(ours, theirs):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         assert {"model.safetensors", "config.json", "training_args.bin"} <= {*files}
