@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from flatshard import _torch
 def add_rules() -> None:
     """Add the missing operations of Rprop, fused SGD and Adagrad to DTensor, and ``sharded.copy_(whole)``.
 
-    In-place operations on lists (``torch._foreach_mul_``) raise the versions of what they write, which DTensor forgets.
+    The infinite norm of a tensor of which this rank has no rows is computed, too, and so are in-place operations on
+    lists of sharded and plain tensors. In-place operations on lists (``torch._foreach_mul_``) raise the versions of
+    what they write, which DTensor forgets.
 
     For all DTensors of the process, after the first model is sharded. Existing rules of DTensor stay, and cases that
     these rules do not cover are dispatched as before.
@@ -27,6 +30,8 @@ def add_rules() -> None:
             if overload != "out":
                 _torch.handle(getattr(packet, overload), _on_shards)
     _torch.handle(aten.copy_.default, _copy)
+    for norm in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
+        _torch.handle(norm, _norm)
     for name in dir(torch):
         if name.startswith("_foreach_") and name.endswith("_"):
             packet = getattr(aten, name)
@@ -35,9 +40,30 @@ def add_rules() -> None:
 
 
 def _on_list(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An in-place operation on a list, as DTensor has it, that also raises versions: `ParamGroup.state` reads them."""
+    """An in-place operation on a list, as DTensor has it, that also raises versions: `ParamGroup.state` reads them.
+
+    Rows of plain tensors in the list, such as buffers beside parameters, are computed apart from those of DTensors.
+    """
+    kinds = [isinstance(tensor, DTensor) for tensor in args[0]]
+    if len(set(kinds)) > 1:
+        for kind in (True, False):
+            op(*([x for x, its in zip(a, kinds) if its is kind] if isinstance(a, list) else a for a in args), **kwargs)
+        return
     _torch.unhandled(op, args, kwargs)
     torch.autograd.graph.increment_version(args[0])
+
+
+def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A norm of whole tensors, as DTensor has it. In an infinite one, no rows count as a zero; torch refuses them."""
+
+    def filled(tensor: DTensor) -> DTensor:
+        local = _torch.local_of(tensor)
+        empty = tensor.numel() and not local.numel()
+        return _torch.dtensor_of(local.new_zeros(1), _torch.spec_of(tensor)) if empty else tensor
+
+    if args[1:] == (math.inf,):
+        args = (_torch.map_leaves(DTensor, filled, args[0]), math.inf)
+    return _torch.unhandled(op, args, kwargs)
 
 
 def _on_shards(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -101,6 +101,20 @@ def test_the_norm_is_that_of_the_unsharded_model(ranks, shape, outer, norm_types
     assert all(mine == norms[0] for mine in norms)  # to the bit, or ranks would drift apart
 
 
+def _few_rows(rank, world):
+    model, wanted = fully_shard(nn.Linear(1, 1)), nn.Linear(1, 1)
+    for net in (model, wanted):
+        net(torch.ones(2, 1)).sum().backward()
+    grads, whole = ([p.grad for p in net.parameters()] for net in (model, wanted))
+    for norm_type, foreach in itertools.product((1, 2, INF), (True, False)):
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        torch.testing.assert_close(full(norm), torch.nn.utils.get_total_norm(whole, norm_type))
+
+
+def test_torchs_norms_of_gradients_of_which_a_rank_has_no_rows(ranks):
+    ranks(2, _few_rows)
+
+
 @pytest.mark.parametrize(
     ("device", "value", "max_norm", "count"),
     [

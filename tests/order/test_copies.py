@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from flatshard import MixedPrecisionPolicy, fully_shard, gathered, microbatch
 from flatshard.engine.units.unit import unit_of
@@ -205,6 +205,8 @@ def _averaged(rank, world, average):
     functions = {
         "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
         "buffers": {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True},
+        "ema and buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+        "mean and buffers": {"multi_avg_fn": get_swa_multi_avg_fn(), "use_buffers": True},
     }.get(average, {})
     for each in (model, reference):
         each.register_buffer("seen", torch.zeros(2))
@@ -224,6 +226,6 @@ def _averaged(rank, world, average):
     torch.testing.assert_close(means[0].module.seen, means[1].module.seen)
 
 
-@pytest.mark.parametrize("average", ["mean", "ema", "buffers"])
+@pytest.mark.parametrize("average", ["mean", "ema", "buffers", "ema and buffers", "mean and buffers"])
 def test_averaged_models(interpreters, average):
     interpreters(2, _averaged, average)
