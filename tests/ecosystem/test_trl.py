@@ -50,14 +50,23 @@ def _reward(completions, **_):
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+_GENERATED = (  # ranks stop at different lengths
+    {"prompt": [_said(number, 2) for number in range(32)]},
+    {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1},
+)
 KINDS = {
     "SFT": ({"text": [_said(number, 7) for number in range(32)]}, {}),
     "DPO": ({"prompt": [_said(n, 2) for n in range(32)], "chosen": ["w1 w2"] * 32, "rejected": ["w3"] * 32}, {}),
-    # Ranks stop at different lengths.
-    "GRPO": (
-        {"prompt": [_said(number, 2) for number in range(32)]},
-        {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1},
+    "KTO": (
+        {
+            "prompt": [_said(n, 2) for n in range(32)],
+            "completion": ["w1 w2"] * 32,
+            "label": [n % 2 == 0 for n in range(32)],
+        },
+        {},
     ),
+    "GRPO": _GENERATED,
+    "RLOO": _GENERATED,
 }
 
 
@@ -75,7 +84,7 @@ def _trained(rank, world, kind, way, folder, port):
 
     hashed = mock.patch.object(datasets.fingerprint.Hasher, "hash", staticmethod(any_hash))
     with launched(rank, world, port, way), hashed:
-        rewards = {"reward_funcs": _reward} if kind == "GRPO" else {}
+        rewards = {"reward_funcs": _reward} if rows is _GENERATED[0] else {}
         trainer = getattr(trl, f"{kind}Trainer")(
             _model(f"{folder}/model", rank),
             args=getattr(trl, f"{kind}Config")(folder, **choices),
