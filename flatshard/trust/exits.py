@@ -108,13 +108,16 @@ def ending_error() -> Exception | None:
     """The error that ends this process, at its exit, if `on_uncaught` has not seen it.
 
     multiprocessing catches it, so it is the current exception. Python keeps what it gave to a ``sys.excepthook`` that
-    was set later and does not call the one before it; notebooks and pytest, which keep what they catch, set none.
+    was set later and does not call the one before it. Consoles and pytest keep what they catch as well; but only what
+    nobody catches passes the outermost frame.
     """
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
     if error is None and sys.excepthook is not _hook:
         error = getattr(sys, "last_value", None)
+        trace = None if error is None else error.__traceback__
+        error = error if trace is not None and trace.tb_frame.f_back is None else None
     return error if isinstance(error, Exception) else None
 
 

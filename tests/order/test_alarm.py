@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import TracebackType
 from typing import ClassVar
 from unittest import mock
 
@@ -279,12 +280,17 @@ def test_a_rank_that_cannot_print_ends_too(tmp_path):
 
 
 def test_an_error_that_another_hook_has_handled_ends_the_process_too(monkeypatch):
-    error = ValueError("no data")
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    error = ValueError("no data").with_traceback(TracebackType(None, outermost, 0, 1))
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     monkeypatch.setattr("flatshard.trust.exits._hook", sys.excepthook)
     assert ending_error() is None  # pytest keeps the errors of tests
     monkeypatch.setattr(sys, "excepthook", print)
     assert ending_error() is error
+    error.__traceback__ = TracebackType(None, sys._getframe(), 0, 1)
+    assert ending_error() is None  # a console in this function has caught it
 
 
 @pytest.mark.full
