@@ -119,14 +119,13 @@ class Alarm:
         if of is not self._of or self._pid != os.getpid() or watch is None:
             return
         error = sys.exc_info()[1]
-        is_own = False
+        is_own = isinstance(error, Exception) and _peer_error_in(error) is None
         if error is None:
             watch.await_others()
             self.verdict, self.gave_up = Verdict(), False
-        elif watch.group.is_lost_peer(error):
+        elif is_own and watch.group.is_lost_peer(error):  # so is the text of a PeerError
             self._explain_lost_peer(error)
-        else:
-            is_own = isinstance(error, Exception) and not isinstance(error, PeerError)
+            is_own = False
         self.verdict.pause_grace()
         # Unless an exception ends the process, as that of a `finally` block does. A GPU may still have work to do.
         self._has_recovered = not record.is_on_device
@@ -187,8 +186,9 @@ class Alarm:
         if self._pid != os.getpid():
             return
         self._has_recovered = False
-        if isinstance(error, PeerError):
-            record.tell(error=_text_of(error))
+        of_peer = _peer_error_in(error)
+        if of_peer is not None:
+            record.tell(error=_text_of(of_peer))
         elif self._watch is not None and self._watch.group.is_lost_peer(error):
             self._explain_lost_peer(error)
         elif not self.verdict.explanation:
@@ -248,6 +248,13 @@ class Alarm:
         self._terminate_handler.remove()
         if not has_failed:
             exits.remove_record()
+
+
+def _peer_error_in(error: BaseException | None) -> PeerError | None:
+    """The error of another rank that an exception is, or was raised from, or in the handling of."""
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _text_of(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from flatshard import fully_shard
 from flatshard.buffer import Ticket
 from flatshard.cli import main
-from flatshard.trust.alarm import Alarm, Watched
+from flatshard.trust.alarm import Alarm, PeerError, Watched
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.exits import ending_error
 from flatshard.trust.loop import Loop
@@ -291,6 +291,40 @@ def test_an_error_that_another_hook_has_handled_ends_the_process_too(monkeypatch
     assert ending_error() is error
     error.__traceback__ = TracebackType(None, sys._getframe(), 0, 1)
     assert ending_error() is None  # a console in this function has caught it
+
+
+def _alarm_of_a_lost_rank(monkeypatch):
+    """An alarm whose watch is a mock, and its flight record. Every error looks like that of a lost peer."""
+    own = FlightRecord()
+    monkeypatch.setattr("flatshard.trust.alarm.record", own)
+    alarm = Alarm()
+    alarm._pid, alarm._watch = os.getpid(), mock.Mock()
+    return alarm, own
+
+
+def test_an_error_raised_from_that_of_another_rank_is_not_told_as_one_of_this_rank(monkeypatch):
+    alarm, own = _alarm_of_a_lost_rank(monkeypatch)
+    try:
+        try:
+            raise PeerError("rank 1 raised ValueError: no data")
+        except PeerError as error:
+            raise KeyError("training failed") from error
+    except KeyError as error:
+        alarm._uncaught(error)
+    alarm._watch.tell.assert_not_called()
+    assert own.header["error"] == "PeerError: rank 1 raised ValueError: no data"
+
+
+def test_a_process_group_that_an_error_of_another_rank_ends_asks_for_its_reason_once(monkeypatch):
+    alarm, _ = _alarm_of_a_lost_rank(monkeypatch)
+    watch, store = alarm._watch, Alarm()
+    alarm._of = weakref.ref(store)
+    try:
+        raise PeerError("rank 0 was waiting for all_gather: [gloo/transport/tcp/pair.cc] closed. Rank 1 has ended")
+    except PeerError:
+        alarm._group_is_gone(alarm._of)
+    watch.explain.assert_not_called()
+    watch.close.assert_called_once()
 
 
 @pytest.mark.full
