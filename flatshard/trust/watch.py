@@ -293,7 +293,7 @@ class Watch:
     def explain(self, what: str, error: BaseException) -> PeerError:
         """Why a wait for a collective ended early. Asks the other ranks, for a few seconds."""
         if self._links is None:
-            return PeerError(f"{what}: {one_line(error)}")
+            return record_error(PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}"))
         self._survey.waits_for = what
         others = self._ask()
         if self.verdict.reason is not None:

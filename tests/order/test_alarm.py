@@ -33,7 +33,7 @@ from flatshard.trust.blame import blame, read_records
 from flatshard.trust.exits import ending_error
 from flatshard.trust.loop import Loop
 from flatshard.trust.record import CAPACITY, FlightRecord, decoded, parse_ranges, ranges, records_folder
-from flatshard.trust.watch import Watch
+from flatshard.trust.watch import Verdict, Watch
 from tests.bench.script import as_interpreter, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -325,6 +325,15 @@ def test_a_process_group_that_an_error_of_another_rank_ends_asks_for_its_reason_
         alarm._group_is_gone(alarm._of)
     watch.explain.assert_not_called()
     watch.close.assert_called_once()
+
+
+def test_an_unconnected_rank_says_who_it_is_and_what_it_has_waited_for(monkeypatch):
+    own = FlightRecord()
+    monkeypatch.setattr("flatshard.trust.watch.record", own)
+    watch = Watch(Watched(store=lambda name: None, kept=None, rank=2, world=4), "", mock.Mock(), Verdict())
+    error = watch.explain("all_gather a (step 3, forward)", RuntimeError("Connection closed by peer"))
+    assert str(error) == "rank 2 was waiting for all_gather a (step 3, forward): Connection closed by peer"
+    assert own.header["error"] == f"PeerError: {error}"
 
 
 @pytest.mark.full
