@@ -127,7 +127,8 @@ def _keep_waiting(work: Work, what: Callable[[], str], error: RuntimeError) -> N
                 raise error
             if has_ended:
                 raise alarm.explain(what(), error) from error
-            if alarm.verdict.is_failure:
+            # Processes that the other rank has forked, such as DataLoader's, may keep its connections open.
+            if alarm.verdict.is_failure or alarm.verdict.must_end(waits=True):
                 alarm.gave_up = True
                 raise alarm.verdict.error(what())
             has_ended = work.is_completed()  # before the wait: work that ends during it may have succeeded

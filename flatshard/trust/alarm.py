@@ -154,12 +154,12 @@ class Alarm:
         self._seen = record.number
         if self._idle_ticks == _STALLED and self._seen:
             record.settle()
-        if watch is not None and self.verdict.reason is None:
+        if watch is not None and not self.verdict.is_failure:
             # Time in which this process, or the machine, was stopped does not count as waiting.
             overdue = self._overdue(min(seconds, 2 * TICK))
             if overdue is not None:
                 threading.Thread(target=watch.time_out, args=overdue, daemon=True).start()
-        if self.verdict.must_end():
+        if self.verdict.must_end(waits=record.is_on_device):  # on the CPU, the wait raises
             exits.end_stuck(self.verdict.reason)
 
     def _overdue(self, seconds: float) -> tuple[Entry, float] | None:

@@ -164,6 +164,12 @@ class FlightRecord:
         self._oldest = at
         return self._entry(at) if at <= last else None
 
+    def pending(self) -> list[Entry]:
+        """The launches that have not ended, the oldest first."""
+        first, last = self.oldest_pending(), self.number
+        numbers = () if first is None else range(first.number, last + 1)
+        return [self._entry(number) for number in numbers if not self._has_ended(number % CAPACITY)]
+
     def last(self) -> Entry | None:
         return self._entry(self.number) if self.number else None
 

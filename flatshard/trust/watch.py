@@ -48,11 +48,15 @@ def grace_period() -> float:
 
 
 class Verdict:
-    """What a rank knows of the end of its job. The first reason counts; later ones follow from it."""
+    """What a rank knows of the end of its job.
+
+    The first reason counts, because later ones follow from it. But a rank that is gone may have done all it had to: it
+    is no reason for what comes after the grace period, unless this rank waits for it.
+    """
 
     def __init__(self, grace: float = 5.0) -> None:
         self.reason: str | None = None  # what has ended another rank, or is to end this one
-        self.is_failure = False  # the job is over; a process that is gone may have done all it had to
+        self.is_failure = False  # the job is over
         self.explanation = ""  # why a call of torch's has failed, for the last words of this process
         self.culprit: int | None = None  # the rank that failed, if it is another one
         self.gone: set[int] = set()  # ranks whose processes have ended without a goodbye
@@ -60,7 +64,7 @@ class Verdict:
 
     def add(self, reason: str, is_failure: bool = True, by: int | None = None) -> None:
         """The job cannot continue. ``by``: the rank that is the reason, if it is another one."""
-        if self.reason is None:
+        if not self.is_current():
             self._since, self.reason, self.culprit = time.monotonic(), reason, by
         self.is_failure = self.is_failure or is_failure
 
@@ -76,12 +80,21 @@ class Verdict:
     def resume_grace(self) -> None:
         self._since = min(self._since, time.monotonic())
 
-    def must_end(self) -> bool:
-        """Whether this rank has to end now, since it has not ended by itself."""
+    def must_end(self, waits: bool) -> bool:
+        """Whether this rank has to end now, since it has not ended by itself. ``waits``: for what it has launched."""
         if self.reason is None or time.monotonic() - self._since <= self._grace:
             return False
-        entry = record.oldest_pending() if record.is_on_device else None  # on the CPU, the wait raises
-        return self.is_failure or (entry is not None and self.culprit in parse_ranges(entry.group.split()[-1]))
+        return self.is_failure or (waits and self.ends_wait())
+
+    def is_current(self) -> bool:
+        """Whether what ends this rank now is the reason that is known, or follows from it."""
+        if self.reason is None:
+            return False
+        return self.is_failure or time.monotonic() - self._since <= self._grace or self.ends_wait()
+
+    def ends_wait(self) -> bool:
+        """Whether a launch of this rank will not end, because the rank that is the reason takes part in it."""
+        return any(self.culprit in parse_ranges(entry.group.split()[-1]) for entry in record.pending())
 
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""
@@ -296,7 +309,7 @@ class Watch:
             return record_error(PeerError(f"rank {self.group.rank} was waiting for {what}: {one_line(error)}"))
         self._survey.waits_for = what
         others = self._ask()
-        if self.verdict.reason is not None:
+        if self.verdict.is_current():
             return self.verdict.error(what)
         where = f"; `flatshard blame {record.folder}` compares the ranks' records" if record.folder else ""
         text = f"rank {self.group.rank} was waiting for {what}: {one_line(error)}. {others}"
@@ -322,6 +335,6 @@ class Watch:
 
         began = time.monotonic()
         self._loop.do(send)
-        while self.verdict.reason is None and time.monotonic() < began + GRACE and not self._survey.is_complete():
+        while not self.verdict.is_current() and time.monotonic() < began + GRACE and not self._survey.is_complete():
             time.sleep(0.05)
         return self._survey.summary()

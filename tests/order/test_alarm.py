@@ -327,6 +327,34 @@ def test_a_process_group_that_an_error_of_another_rank_ends_asks_for_its_reason_
     watch.close.assert_called_once()
 
 
+def test_a_rank_that_has_left_long_ago_is_not_the_reason_for_what_comes_later(monkeypatch):
+    own, launched = FlightRecord(), _Done(ended=False)
+    monkeypatch.setattr("flatshard.trust.watch.record", own)
+    verdict = Verdict(grace=600.0)
+    with mock.patch("time.monotonic", return_value=time.monotonic() - 700):
+        verdict.add_lost(3)
+    own.append(own.group("gather 0,1"), 0, "a", 8, launched)
+    assert not verdict.is_current()
+    verdict.add_lost(1)
+    verdict.add_lost(2)  # because of rank 1
+    assert (verdict.is_current(), verdict.culprit) == (True, 1)
+    assert str(verdict.error("all_gather a")).startswith("rank 1 ended without a message")
+    verdict._since -= 700
+    verdict.add("rank 2 raised ValueError: no data", by=2)
+    assert verdict.culprit == 1  # this rank still waits for it
+    assert verdict.must_end(waits=True)
+
+
+def test_a_rank_that_ends_gives_the_others_their_grace_if_an_earlier_one_has_left(monkeypatch):
+    monkeypatch.setattr("flatshard.trust.watch.record", FlightRecord())
+    verdict = Verdict(grace=600.0)
+    with mock.patch("time.monotonic", return_value=time.monotonic() - 700):
+        verdict.add_lost(3)
+    verdict.add("rank 2 raised ValueError: no data", by=2)
+    assert verdict.culprit == 2
+    assert not verdict.must_end(waits=True)
+
+
 def test_an_unconnected_rank_says_who_it_is_and_what_it_has_waited_for(monkeypatch):
     own = FlightRecord()
     monkeypatch.setattr("flatshard.trust.watch.record", own)
@@ -334,6 +362,37 @@ def test_an_unconnected_rank_says_who_it_is_and_what_it_has_waited_for(monkeypat
     error = watch.explain("all_gather a (step 3, forward)", RuntimeError("Connection closed by peer"))
     assert str(error) == "rank 2 was waiting for all_gather a (step 3, forward): Connection closed by peer"
     assert own.header["error"] == f"PeerError: {error}"
+
+
+# Rank 1 is killed; a process that it has forked, like those of a DataLoader, keeps its connections of Gloo open.
+_ORPHAN = """
+import os, time, torch, torch.distributed as dist
+import flatshard
+
+os.environ["FLATSHARD_GRACE"] = "0.5"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = flatshard.fully_shard(torch.nn.Linear(8, 8))
+model(torch.ones(2, 8)).sum().backward()
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+if dist.get_rank() == 1:
+    time.sleep(1)  # the ranks connect meanwhile
+    if os.fork() == 0:
+        while os.path.exists(f"/proc/{pids[0]}"):
+            time.sleep(0.1)
+        os._exit(0)
+    os.kill(os.getpid(), 9)
+model(torch.ones(2, 8))
+"""
+
+
+@pytest.mark.limit(120)
+def test_a_rank_that_is_killed_ends_the_others_though_its_children_live(job):
+    process = job("", 2, _ORPHAN)[0]
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "PeerError: rank 1 ended without a message: it was killed or crashed. Rank 0 was waiting" in said
 
 
 @pytest.mark.full
@@ -715,6 +774,10 @@ def test_a_rank_that_is_gone_ends_only_those_who_wait_for_it(own_record, ranks, 
         alarm._tick(1.0)
         assert end.called == ends
         alarm._watch._hear({"raised": "ValueError: no data", "rank": 2, "is_failure": True})
+        assert alarm.verdict.reason == (reason if ends else "rank 2 raised ValueError: no data")
+        alarm._tick(1.0)
+        assert end.called == ends  # otherwise it has time for its own cleanup
+        alarm.verdict._since -= 60
         alarm._tick(1.0)
         assert end.called
 
