@@ -217,6 +217,7 @@ def _install(optimizer: Opt, stepper: LocalStep | WholeStep) -> Opt:
 
 
 def plan_whole(optimizer: Optimizer, stepper: WholeStep) -> None:
+    """Plan which rank owns which whole parameter. Raises if the optimizer cannot step the others on shards."""
     stepper.plan(optimizer)
     is_all_whole = all(p in stepper.parts for group in optimizer.param_groups for p in group["params"])
     refuse_class(optimizer, "none" if is_all_whole else "rest")

@@ -252,9 +252,11 @@ class Alarm:
 
 def _peer_error_in(error: BaseException | None) -> PeerError | None:
     """The error of another rank that an exception is, or was raised from, or in the handling of."""
-    while error is not None and not isinstance(error, PeerError):
+    seen = list[BaseException]()  # `raise error from error` makes a circle
+    while error is not None and error not in seen and not isinstance(error, PeerError):
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return error
+    return error if isinstance(error, PeerError) else None
 
 
 def _text_of(error: BaseException) -> str:

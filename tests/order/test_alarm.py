@@ -315,6 +315,15 @@ def test_an_error_raised_from_that_of_another_rank_is_not_told_as_one_of_this_ra
     assert own.header["error"] == "PeerError: rank 1 raised ValueError: no data"
 
 
+def test_an_error_that_is_raised_from_itself_is_told(monkeypatch):
+    alarm, _ = _alarm_of_a_lost_rank(monkeypatch)
+    alarm._watch.group.is_lost_peer.return_value = False
+    error = ValueError("no data")
+    error.__cause__ = error
+    alarm._uncaught(error)
+    alarm._watch.tell.assert_called_once_with("ValueError: no data")
+
+
 def test_a_process_group_that_an_error_of_another_rank_ends_asks_for_its_reason_once(monkeypatch):
     alarm, _ = _alarm_of_a_lost_rank(monkeypatch)
     watch, store = alarm._watch, Alarm()
