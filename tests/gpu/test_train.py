@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("tyro")  # `flatshard train` needs it
 _ROOT = Path(__file__).parents[2]
-_TINY = "--processes 1 --batch 4 --context 64 --width 64 --layers 3 --heads 4 --ffn 96 --warmup 2 --sample 8"
+_SMALL = "--processes 1 --batch 4 --context 64 --warmup 2 --sample 8"
+_TINY = f"{_SMALL} --width 64 --layers 3 --heads 4 --ffn 96"
 
 
-def _train(flags: str, losses: Path) -> tuple[str, list[dict[str, float]]]:
-    command = [sys.executable, "-m", "flatshard", "train", *_TINY.split(), *flags.split(), "--losses", str(losses)]
+def _train(flags: str, losses: Path, base: str = _TINY) -> tuple[str, list[dict[str, float]]]:
+    command = [sys.executable, "-m", "flatshard", "train", *base.split(), *flags.split(), "--losses", str(losses)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -58,7 +59,7 @@ def test_a_model_of_transformers_is_captured_with_recompute(tmp_path):
     flags = f"--steps 8 --model {tmp_path} --recompute"
     losses = []
     for name, more in (("eager", ""), ("captured", "--capture")):
-        _, log = _train(f"{flags} {more}", tmp_path / f"{name}.jsonl")
+        _, log = _train(f"{flags} {more}", tmp_path / f"{name}.jsonl", _SMALL)
         losses.append([line["loss"] for line in log])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
