@@ -3,8 +3,8 @@
 Rank r connects to rank (r - 1) // 8, whose address it reads from the store of the process group. A message goes to all
 ranks: a rank that receives it passes it on to its other connections. Only a goodbye goes to the neighbours alone, which
 remember it: every rank ends, and otherwise each would receive one from each. A connection that closes without a goodbye
-means that the process has ended, for whatever reason; a stopped process keeps its connections open. While all ranks
-run, nothing is sent, and the store is not read.
+means that the process has ended, for whatever reason; a stopped process keeps its connections open. The ranks below it
+then connect to the next rank above it that answers. While all ranks run, nothing is sent, and the store is not read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
+_Location: TypeAlias = tuple[str, int, str]  # where a rank listens: its name, port and token
 
 _FANOUT = 8
 _PATIENCE = 5.0  # seconds for one attempt to connect
 _LONGEST = 1 << 18  # bytes of a message
+_BACKLOG = 2 * _FANOUT * _FANOUT  # connections at once: those of all ranks below a node that is gone
 
 
 class Links:
@@ -44,6 +46,7 @@ class Links:
         self._earlier_lines: list[bytes] = []  # what those who connect later must hear
         self._pending = set(range(_FANOUT * rank + 1, min(_FANOUT * (rank + 1) + 1, world)))  # ranks to connect here
         self._parent: _Link | None = None
+        self._above: list[_Location] = []  # of the ranks above, the parent first
         self._listener: socket.socket | None = None
         self._token = secrets.token_hex(16)
         self.left: set[int] = set()  # ranks that have ended well, as far as the neighbours knew
@@ -65,7 +68,7 @@ class Links:
         if self._pending:
             address, name = _own_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._listener = socket.create_server((address, 0), family=family, backlog=2 * _FANOUT)
+            self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             location = [name, self._listener.getsockname()[1], self._token]
@@ -73,17 +76,26 @@ class Links:
 
     def connect_to_parent(self) -> None:
         """Connect to the parent, once its address is published. RuntimeError: the store is gone."""
-        above = (self._rank - 1) // _FANOUT
-        key = f"links/{above}"
-        if not self._needs_parent() or not self._store.check([key]):
-            return
-        name, port, token = json.loads(self._store.get(key))
+        key = f"links/{(self._rank - 1) // _FANOUT}"
+        if self._needs_parent() and self._store.check([key]):
+            self._above = [json.loads(self._store.get(key))]
+            self._parent = self._connect(*self._above[0])  # None: again with the next call
+
+    def _replace_parent(self) -> None:
+        """Connect to the next rank above that answers: the parent is gone."""
+        self._parent = None
+        while self._parent is None and len(self._above) > 1:
+            self._above.pop(0)
+            self._parent = self._connect(*self._above[0])
+
+    def _connect(self, name: str, port: int, token: str) -> _Link | None:
         try:
             connected = socket.create_connection((name, port), _PATIENCE)
         except OSError:
-            return  # and again with the next call
-        self._parent = self._add(connected)
-        self._parent.send(_line({"hello": self._rank, "token": token}))
+            return None
+        link = self._add(connected)
+        link.send(_line({"hello": self._rank, "token": token}))
+        return link
 
     def stored(self, key: str) -> str | None:
         """The value of a key in the store, for messages from before all were connected; None without a store."""
@@ -162,6 +174,8 @@ class Links:
             if link.rank is not None and link.rank not in self.left:
                 self.tell({"lost": link.rank})
                 self._on_message({"lost": link.rank})
+                if link is self._parent:
+                    self._replace_parent()
 
     def _handle_line(self, link: _Link, line: bytes) -> bool:
         """Whether the other end follows the protocol of a rank of this job."""
@@ -169,6 +183,11 @@ class Links:
             message = json.loads(line)
             if link.rank is None:
                 return self._handle_greeting(link, message)
+            if _line(message) in self._earlier_lines:
+                return True  # from a rank that has replaced its parent
+            if "above" in message:
+                self._set_above(message["above"])
+                return True
             if "left" in message:
                 self.left.update(map(int, message["left"]))
             else:
@@ -182,15 +201,23 @@ class Links:
         """The first message: the other end identifies itself, and both sides send earlier messages."""
         if link is self._parent:
             link.rank = int(message["welcome"])
-        elif message["hello"] in self._pending and hmac.compare_digest(str(message["token"]), self._token):
+            self._set_above(message["above"])
+        elif hmac.compare_digest(str(message["token"]), self._token):
             link.rank = int(message["hello"])
             self._pending.discard(link.rank)
-            link.send(_line({"welcome": self._rank}))
+            link.send(_line({"welcome": self._rank, "above": self._above}))
         else:
             return False
         for line in self._earlier_lines:
             link.send(line)
         return True
+
+    def _set_above(self, above: list[_Location]) -> None:
+        """Where the ranks above the parent are, for this rank and those below it."""
+        self._above[1:] = above
+        for link in self._links:
+            if link is not self._parent and link.rank is not None:
+                link.send(_line({"above": self._above}))
 
     def _remove(self, link: _Link) -> None:
         if link is self._parent and link.rank is None:  # an old address, which another process has now

@@ -34,6 +34,15 @@ class Tree:
             self.links[rank].connect_to_parent()
         self.run()
 
+    def kill(self, *victims):
+        for victim in victims:
+            links = self.links[victim]
+            for key in list(self.selector.get_map().values()):
+                if key.fileobj is links._listener or any(key.fileobj is link.socket for link in links._links):
+                    self.selector.unregister(key.fileobj)
+            links.drop()
+        self.run()
+
     def run(self):
         while ready := self.selector.select(0.05):
             for key, _ in ready:
@@ -68,15 +77,23 @@ def test_all_ranks_hear_once_what_one_says(tree, speaker):
 @pytest.mark.parametrize("victim", [0, 2, 11])
 def test_a_rank_that_is_gone_is_missed_by_all(tree, victim):
     ranks = tree(20)
-    for key in [key for key in ranks.selector.get_map().values() if _is_of(key, ranks.links[victim])]:
-        ranks.selector.unregister(key.fileobj)
-    ranks.links[victim].drop()
-    ranks.run()
+    ranks.kill(victim)
     assert all({"lost": victim} in heard for rank, heard in ranks.heard.items() if rank != victim)
 
 
-def _is_of(key, links):
-    return key.fileobj is links._listener or any(key.fileobj is link.socket for link in links._links)
+@pytest.mark.parametrize("victims", [[1], [1, 2], [9, 1], [1, 9, 10]])
+@pytest.mark.parametrize("speaker", [0, 11, 73, 90])
+def test_ranks_below_one_that_is_gone_stay_connected_to_the_others(tree, victims, speaker):
+    ranks = tree(91)  # 73 to 80 are below 9, which is below 1
+    ranks.kill(*victims)
+    message = {"raised": "ValueError: no data", "rank": speaker}
+    ranks.links[speaker].tell(message)
+    ranks.run()
+    for rank, heard in ranks.heard.items():
+        if rank not in victims:
+            lost = sorted(each["lost"] for each in heard if "lost" in each)
+            assert lost == sorted(victims), rank  # once each
+            assert heard.count(message) == (rank != speaker)
 
 
 def test_a_rank_that_says_goodbye_is_not_missed(tree):
@@ -125,11 +142,10 @@ def test_a_forked_child_does_not_keep_a_rank_alive(tree):
         os.read(go[0], 1)
         os._exit(0)
     os.read(ready[0], 1)
-    for key in [key for key in ranks.selector.get_map().values() if _is_of(key, ranks.links[1])]:
-        ranks.selector.unregister(key.fileobj)
-    ranks.links[1].drop()
-    ranks.run()
-    os.write(go[1], b".")
+    try:
+        ranks.kill(1)
+    finally:
+        os.write(go[1], b".")
     os.waitpid(child, 0)
     assert ranks.heard[0] == [{"lost": 1}]
 
