@@ -60,18 +60,26 @@ class Verdict:
         self.explanation = ""  # why a call of torch's has failed, for the last words of this process
         self.culprit: int | None = None  # the rank that failed, if it is another one
         self.gone: set[int] = set()  # ranks whose processes have ended without a goodbye
+        self._lost: list[int] = []  # those of them that are the reason
         self._grace, self._since = grace, 0.0
 
     def add(self, reason: str, is_failure: bool = True, by: int | None = None) -> None:
         """The job cannot continue. ``by``: the rank that is the reason, if it is another one."""
         if not self.is_current():
-            self._since, self.reason, self.culprit = time.monotonic(), reason, by
+            self._since, self.reason, self.culprit, self._lost = time.monotonic(), reason, by, []
         self.is_failure = self.is_failure or is_failure
 
     def add_lost(self, rank: int) -> None:
-        """A process has ended without a goodbye."""
+        """A process has ended without a goodbye, perhaps together with others, as those of a node do."""
+        is_new = not self.is_current()
         self.gone.add(rank)
-        self.add(f"rank {rank} ended without a message: it was killed or crashed", is_failure=False, by=rank)
+        if is_new:
+            self._since, self.culprit, self._lost = time.monotonic(), rank, []
+        elif not self._lost or rank in self._lost:
+            return
+        self._lost.append(rank)
+        self.reason = f"rank {self._lost[0]} ended without a message: it was killed or crashed"
+        self.reason += f", then rank {_listed(self._lost[1:])}" if self._lost[1:] else ""
 
     def pause_grace(self) -> None:
         """Let this rank run without a time limit: its process group is gone, and the user decides what follows."""
@@ -93,8 +101,9 @@ class Verdict:
         return self.is_failure or time.monotonic() - self._since <= self._grace or self.ends_wait()
 
     def ends_wait(self) -> bool:
-        """Whether a launch of this rank will not end, because the rank that is the reason takes part in it."""
-        return any(self.culprit in parse_ranges(entry.group.split()[-1]) for entry in record.pending())
+        """Whether a launch of this rank will not end: a rank that takes part in it is gone, or is the reason."""
+        missing = {*self.gone, self.culprit}
+        return any(not missing.isdisjoint(parse_ranges(entry.group.split()[-1])) for entry in record.pending())
 
     def error(self, what: str) -> PeerError:
         """The error to raise at a launch or a wait. ``what``: that launch or wait."""

@@ -347,11 +347,34 @@ def test_a_rank_that_has_left_long_ago_is_not_the_reason_for_what_comes_later(mo
     verdict.add_lost(1)
     verdict.add_lost(2)  # because of rank 1
     assert (verdict.is_current(), verdict.culprit) == (True, 1)
-    assert str(verdict.error("all_gather a")).startswith("rank 1 ended without a message")
+    words = "rank 1 ended without a message: it was killed or crashed, then rank 2. Rank"
+    assert str(verdict.error("all_gather a")).startswith(words)
     verdict._since -= 700
     verdict.add("rank 2 raised ValueError: no data", by=2)
     assert verdict.culprit == 1  # this rank still waits for it
     assert verdict.must_end(waits=True)
+
+
+@pytest.mark.parametrize("waits_for", [1, 2])
+def test_ranks_that_end_together_end_those_who_wait_for_one_of_them(monkeypatch, waits_for):
+    own = FlightRecord()
+    monkeypatch.setattr("flatshard.trust.watch.record", own)
+    verdict = Verdict(grace=600.0)
+    own.append(own.group(f"reduce 0,{waits_for}"), 0, "a", 8, _Done(ended=False))
+    for lost in (1, 2, 1):
+        verdict.add_lost(lost)
+    assert not verdict.must_end(waits=True)
+    verdict._since -= 700
+    assert verdict.must_end(waits=True)
+    assert verdict.reason == "rank 1 ended without a message: it was killed or crashed, then rank 2"
+
+
+def test_a_rank_that_is_lost_after_it_has_raised_is_the_reason_by_what_it_has_raised(monkeypatch):
+    monkeypatch.setattr("flatshard.trust.watch.record", FlightRecord())
+    verdict = Verdict(grace=600.0)
+    verdict.add("rank 2 raised ValueError: no data", by=2)
+    verdict.add_lost(2)
+    assert verdict.reason == "rank 2 raised ValueError: no data"
 
 
 def test_a_rank_that_ends_gives_the_others_their_grace_if_an_earlier_one_has_left(monkeypatch):
