@@ -1,4 +1,4 @@
-"""A rank of a job over NCCL in which something goes wrong: ``fault.py WHAT``. Tests start two of them on one GPU."""
+"""A rank of a job over NCCL in which something goes wrong: ``fault.py WHAT``. Tests start some of them on one GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import flatshard
 from flatshard.experimental import WirePolicy
@@ -47,9 +48,10 @@ def main(what: str) -> None:
         model.blocks[2] = nn.Linear(64, 64, bias=False).cuda()
     sharded = sys.modules["torch.distributed.fsdp"].fully_shard if what == "control" else flatshard.fully_shard
     schedule = {"schedule": WirePolicy(peers=True)} if what == "peers" else {}
+    place = {"mesh": init_device_mesh("cuda", (2, world // 2))} if what == "replicas kill" else {}
     for block in model.blocks:
-        sharded(block)
-    sharded(model, **schedule)
+        sharded(block, **place)
+    sharded(model, **place, **schedule)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, capturable=True)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,7 @@ def misbehave(what: str, model: Net) -> None:
     say("misbehaves")
     if what in ("raise", "replay raise", "finally"):
         raise ValueError("there is no more data")
-    if what in ("kill", "replay kill"):
+    if "kill" in what:
         os.kill(os.getpid(), signal.SIGKILL)
     if what in ("stop", "replay stop"):
         os.kill(os.getpid(), signal.SIGSTOP)

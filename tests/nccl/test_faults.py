@@ -1,6 +1,6 @@
 """Ranks over NCCL that raise, die, hang or part: all ranks end soon, in Python's words, and the records tell who.
 
-All jobs start at once, two ranks each: what takes time is to wait for time-outs.
+All jobs start at once, most of two ranks each: what takes time is to wait for time-outs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.limit(200 + fault.PAUSE)]
 
 _ROOT = Path(__file__).parents[2]
 _SOON = 10.0  # seconds within which every rank ends
-_FAILS = ["raise", "kill", "stop", "skip", "check", "other model", "exit"]
+_FAILS = ["raise", "kill", "replicas kill", "stop", "skip", "check", "other model", "exit"]
 _REPLAYS = ["replay raise", "replay kill", "replay stop"]
 _WELL = ["nothing", "pause", "first ends", "last ends", "no destroy", "control"]
+_REPLICAS = 10  # ranks of "replicas kill": the last one is connected to rank 1, which is killed, and not to rank 0
 
 
 @dataclass
 class Job:
-    """Two ranks. ``ended``: when each did, by the clock."""
+    """Some ranks. ``ended``: when each did, by the clock."""
 
     what: str
     folder: Path
@@ -39,11 +40,15 @@ class Job:
     ended: dict[int, float] = field(default_factory=dict)
     paused: float = 0.0
 
+    @property
+    def world(self) -> int:
+        return _REPLICAS if "replicas" in self.what else 2
+
     def start(self) -> None:
         self.folder.mkdir()
         port = str(free_port())
-        for rank in range(2):
-            place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in range(self.world):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             nccl = {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
             env = {**os.environ, **place, **nccl, "FLATSHARD_RECORD": str(self.folder)}
             if self.what == "check":
@@ -98,11 +103,11 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
 
 def _is_over(job: Job) -> bool:
     """A rank that was stopped does not end by itself."""
-    return len(job.ended) == (1 if "stop" in job.what else 2)
+    return len(job.ended) == (1 if "stop" in job.what else job.world)
 
 
 def _check_ended(job: Job, since: float, allowed: float) -> None:
-    for rank in range(2):
+    for rank in range(job.world):
         if rank == 1 and ("kill" in job.what or "stop" in job.what or job.what == "exit"):
             continue
         said = job.said(rank)[-3000:]
@@ -133,6 +138,13 @@ def test_a_rank_that_is_killed_ends_the_others(jobs, what):
     assert "rank 1 ended without a message" in _last_words(job)
     assert "step 10" in _last_words(job)
     assert "rank 1 launched nothing more in this group" in blame(read_records(job.folder))
+
+
+def test_ranks_that_wait_only_for_those_that_wait_for_a_killed_one_end_too(jobs):
+    job = jobs["replicas kill"]
+    _check_ended(job, job.time_of("misbehaves", 1), _SOON)
+    for rank in (0, *range(2, job.world)):
+        assert "rank 1 ended without a message" in _last_words(job, rank)
 
 
 @pytest.mark.parametrize("what", ["stop", "replay stop"])
