@@ -309,7 +309,7 @@ class FSDPModule(TorchFSDPModule):
         if policy.param_dtype_override_fn is not None:
             raise ValueError("param_dtype_override_fn is called when a module is sharded: give it to fully_shard")
         units = _units(self, recurse)
-        awaited = next((unit for unit in units if unit.awaits_backward), None)
+        awaited = next((unit for unit in units if unit.calls.are_awaited()), None)
         if awaited is not None:
             raise RuntimeError(
                 f"set_mp_policy was called between a forward of unit '{awaited.name}' and its backward, which needs "

@@ -130,7 +130,7 @@ class Reduces:
     def is_awaited_by_other_roots(self, group: ParamGroup) -> bool:
         """Whether a unit of another root that uses a group expects a backward, or has gradient reduction turned off."""
         others = [unit for unit in group.units if unit.root is not self._root()] if group.borrowers else ()
-        return any(unit.awaits_backward or not unit.intent.reduces for unit in others)
+        return any(unit.calls.are_awaited() or not unit.intent.reduces for unit in others)
 
     def _at(self, number: int) -> tuple[Unit, ParamGroup] | None:
         """A group and its unit; None once the unit's modules, or all parameters of the group, have left the model."""

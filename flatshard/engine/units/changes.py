@@ -31,7 +31,7 @@ def absorb(unit: Unit, ours: bool = False) -> None:
     Modules of a list are converted or loaded one by one. ``ours``: keep the parameter objects.
     """
     for group in unit.groups:
-        changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=ours)
+        changes.absorb(group, unit.calls.are_awaited(), root=_root(unit), wait=True, ours=ours)
     for plain in unit.plain:
         plain.guard()
 
@@ -43,9 +43,9 @@ def absorb_moved(unit: Unit) -> None:
             if unit.is_written:
                 raise RuntimeError(f"unit '{unit.name}' is called within gathered(write=True); leave that first")
             group.release()  # it may have been prefetched
-            if not unit.awaits_backward:
+            if not unit.calls.are_awaited():
                 _tie(unit, group)
-            changes.absorb(group, unit.awaits_backward, root=_root(unit))
+            changes.absorb(group, unit.calls.are_awaited(), root=_root(unit))
 
 
 def _tie(unit: Unit, group: ParamGroup) -> None:
@@ -98,7 +98,7 @@ def check_change(unit: Unit, change: Change) -> None:
     if unit.root is not None:
         unit.root.recover_if_broken()  # the graph of a backward that raised may exist, but awaits no backward
     for group in unit.groups:
-        changes.check_change(group, change, unit.awaits_backward, _root(unit))
+        changes.check_change(group, change, unit.calls.are_awaited(), _root(unit))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def applying(unit: Unit) -> Iterator[None]:
         absorb(unit)
         for group, _, _ in unit.borrowed:
             if not group.is_full:
-                changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True)
+                changes.absorb(group, unit.calls.are_awaited(), root=_root(unit), wait=True)
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def written(unit: Unit) -> Iterator[None]:
     """
     if unit.root is not None:
         unit.root.recover_if_broken()
-    if unit.phase is not Phase.RESTING or unit.awaits_backward:
+    if unit.phase is not Phase.RESTING or unit.calls.are_awaited():
         raise RuntimeError(
             f"unit '{unit.name}' cannot be written to between a forward and its backward, which needs the old weights; "
             "run the backward first, or run the forward under torch.no_grad()"
@@ -173,7 +173,7 @@ def hook_state_dicts(unit: Unit, module: nn.Module) -> None:
 
 
 def _before_state_dict(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.in_backward or not (unit.awaits_backward or Lease.USER in unit.leases):
+    if unit.in_backward or not (unit.calls.are_awaited() or Lease.USER in unit.leases):
         unit.reshard()
         return
     for group in unit.needs:
@@ -213,6 +213,6 @@ def _after_load_state_dict(unit: Unit, module: nn.Module, keys: Any) -> None:
     absorb(unit, ours=True)
     for group, param, site in unit.borrowed:
         if site.look() is not param.sharded:
-            changes.absorb(group, unit.awaits_backward, root=_root(unit), wait=True, ours=True)
+            changes.absorb(group, unit.calls.are_awaited(), root=_root(unit), wait=True, ours=True)
     for group in unit.groups:
         group.mark_stale()  # also between the micro-batches of a step

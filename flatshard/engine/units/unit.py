@@ -27,6 +27,7 @@ from flatshard.engine.units.leases import FullWeights, Lease
 from flatshard.engine.units.stray_use import explain
 from flatshard.engine.watch.calls import (
     Call,
+    Calls,
     ModuleForward,
     StoredTensors,
     anchored,
@@ -45,7 +46,7 @@ class Phase(Enum):
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and this is called at every step
 
-    RESTING = "resting"  # no pass is running through it; a graph may still need a backward: `awaits_backward`
+    RESTING = "resting"  # no pass is running through it; a graph may still need a backward: `Calls.are_awaited`
     FORWARD = "forward"
     BACKWARD = "backward"  # a gradient has reached an output
 
@@ -140,7 +141,7 @@ class Unit(FullWeights):
         self._modules = [weakref.ref(module) for module in modules]
         self._ids = frozenset(map(id, modules))
         self._me = weakref.ref(self)
-        self._calls: list[weakref.ref[Call]] = []  # of which a backward is expected, or has been
+        self.calls = Calls()
         self.may_recompute = False  # ran without gradients within a forward that has them: a recompute may follow
         self._stored_tensors = StoredTensors()
         for index, group in enumerate(self.groups):
@@ -212,7 +213,7 @@ class Unit(FullWeights):
             return False
         for group in self.needs:
             if group.ticket is None:
-                return not self.awaits_backward
+                return not self.calls.are_awaited()
         return False
 
     @property
@@ -260,7 +261,7 @@ class Unit(FullWeights):
                     args, kwargs = to_device(self.device, args), to_device(self.device, kwargs)
             call = self.call = Call(self._me, self._ids, root.forwards, call, recompute)
         run = call.running[which] = ModuleForward(recompute, transformed)
-        call.watches = torch.is_grad_enabled() and not (recompute and self._has_graph())
+        call.watches = torch.is_grad_enabled() and not (recompute and self.calls.have_graph())
         if not recompute:
             if self.phase is Phase.BACKWARD:
                 self._refuse(Phase.FORWARD)
@@ -320,7 +321,7 @@ class Unit(FullWeights):
         run = call.running.pop(which)
         call.left.discard(which)
         if grads:
-            self._expect_backward(call)
+            self.calls.expect(call)
         if call.left and root.entry == self.index and self.index:
             call.left.clear()  # one module of a list is called alone, for example a head for a loss by chunks
         if call.left:
@@ -419,57 +420,18 @@ class Unit(FullWeights):
         if self.phase is Phase.FORWARD:
             assert self.root is not None
             self.call = None
-            self._after_forward(self.root, self.awaits_backward)
+            self._after_forward(self.root, self.calls.are_awaited())
         if self.may_recompute and not grads:
             self.may_recompute = False
             self.hide()
 
     # Backward
 
-    def _expect_backward(self, call: Call) -> None:
-        """A backward of this call may follow."""
-        calls = [weakref.ref(call)]
-        for ref in self._calls:
-            other = ref()
-            if other is not None and other is not call and not other.passed:
-                calls.append(ref)
-        self._calls = calls
-
-    def _has_graph(self) -> bool:
-        """Within a recompute: whether an earlier forward has the graph, and so the hooks, of its backward.
-
-        Otherwise checkpointing is reentrant, and the recompute creates a graph. If a unit is used both ways, the end of
-        its backward cannot be detected, so it is reduced at the end of the whole backward.
-        """
-        return any(not call.in_recompute for call in self._awaited_calls)
-
-    @property
-    def _awaited_calls(self) -> list[Call]:
-        """The calls whose backward is expected. A call is freed with its graph."""
-        return [call for ref in self._calls if (call := ref()) is not None and not call.passed]
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Whether a backward of a forward is expected."""
-        for ref in self._calls:
-            call = ref()
-            if call is not None and not call.passed:
-                return True
-        return False
-
     @property
     def is_ahead(self) -> bool:
         """Within a backward: whether it has this unit, or another call of it, still ahead."""
-        return self.may_recompute or self._has_calls_ahead()
-
-    def _has_calls_ahead(self) -> bool:
-        for ref in self._calls:
-            call = ref()
-            if call is not None and not call.passed:
-                assert self.root is not None
-                if call.is_ahead(self.root.backwards, self.root.is_nested):
-                    return True
-        return False
+        assert self.root is not None
+        return self.may_recompute or self.calls.any_ahead(self.root)
 
     def pre_backward(self, call: Call) -> None:
         """A gradient has reached an output of a call: gather the weights again."""
@@ -482,7 +444,7 @@ class Unit(FullWeights):
             call.backward = root.backwards
             if call.passed or not call.watches:
                 call.restart()
-                self._expect_backward(call)
+                self.calls.expect(call)
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:
@@ -528,8 +490,8 @@ class Unit(FullWeights):
         """The gradients of a forward's inputs are complete, and so are those of its weights."""
         root = self.root
         assert root is not None
-        if self._has_calls_ahead():
-            has_read = all(call.has_read for call in self._awaited_calls)
+        if self.calls.any_ahead(root):
+            has_read = all(call.has_read for call in self.calls)
             if has_read and self.in_backward and self._reshards_now and self.is_gathered:
                 self.release()  # what is ahead is an embedding, whose backward does not read them
                 root.gathers.prefetch(self, is_released=True)
@@ -546,7 +508,7 @@ class Unit(FullWeights):
     def end_backward(self) -> None:
         """The backward of the root has ended."""
         if _torch.in_backward():
-            for call in self._awaited_calls:
+            for call in self.calls:
                 if self.root is not None and call.is_ahead(self.root.backwards, False):
                     call.passed = True
         self.reset_after_backward()
@@ -598,7 +560,7 @@ class Unit(FullWeights):
         self.call, self.may_recompute = None, False
         root = self.root
         assert root is not None
-        for call in self._awaited_calls:
+        for call in self.calls:
             if broken_backward or call.forward == root.forwards:
                 call.passed = True
         if broken_backward:
@@ -614,7 +576,7 @@ class Unit(FullWeights):
 
     def reset(self) -> None:
         """Reset the unit in any state, and drop gradients that have not been reduced."""
-        self._calls = []
+        self.calls = Calls()
         for group in self.groups:
             group.gradients.drop()
             group.gradients.drop_partial()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -138,6 +138,59 @@ class Call:
         for tensor in wanted:
             _torch.hook_first(tensor, hook)
         return bool(wanted)
+
+
+class Passes(Protocol):
+    """The members of a root that `Calls` uses."""
+
+    backwards: int
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether reentrant checkpointing runs through a separate graph."""
+
+
+class Calls:
+    """The calls of a unit whose backward is expected. A call leaves them when it has passed, or with its graph."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[Call]] = []
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter([call for ref in self._refs if (call := ref()) is not None and not call.passed])
+
+    def expect(self, call: Call) -> None:
+        """A backward of this call may follow."""
+        refs = [weakref.ref(call)]
+        for ref in self._refs:
+            other = ref()
+            if other is not None and other is not call and not other.passed:
+                refs.append(ref)
+        self._refs = refs
+
+    def are_awaited(self) -> bool:
+        """Whether a backward of a forward is expected."""
+        for ref in self._refs:
+            call = ref()
+            if call is not None and not call.passed:
+                return True
+        return False
+
+    def any_ahead(self, root: Passes) -> bool:
+        """Within a backward: whether it will go through one of these calls."""
+        for ref in self._refs:
+            call = ref()
+            if call is not None and not call.passed and call.is_ahead(root.backwards, root.is_nested):
+                return True
+        return False
+
+    def have_graph(self) -> bool:
+        """Within a recompute: whether an earlier forward has the graph, and so the hooks, of its backward.
+
+        Otherwise checkpointing is reentrant, and the recompute creates a graph. If a unit is used both ways, the end of
+        its backward cannot be detected, so it is reduced at the end of the whole backward.
+        """
+        return any(not call.in_recompute for call in self)
 
 
 class ModuleForward:
