@@ -34,7 +34,8 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Lane, Pool, Ticket
 from flatshard.buffer.collectives import Tensors
 from flatshard.buffer.tickets import Action, Tickets
-from flatshard.engine.gradients.gradients import Gradients, refuse_orphan
+from flatshard.engine.gradients.collecting import refuse_orphan
+from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.reduction import Goal, Reduction, Stage, capturing, sum_dtype
 from flatshard.engine.gradients.staging import Given
 from flatshard.engine.groups.param_group import ParamGroup

@@ -13,7 +13,8 @@ import weakref
 import torch
 from torch import nn
 
-from flatshard.engine.gradients.gradients import Gradients, refuse_orphan
+from flatshard.engine.gradients.collecting import refuse_orphan
+from flatshard.engine.gradients.gradients import Gradients
 
 _OWNER = "_flatshard_main_grad_of"
 

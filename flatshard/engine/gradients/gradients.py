@@ -17,7 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -25,14 +25,14 @@ from flatshard import _torch
 from flatshard.buffer import DONE, DBuffer, Pool, Ticket
 from flatshard.buffer.collectives import one_after_other
 from flatshard.buffer.tickets import Action
+from flatshard.engine.gradients.collecting import Collected
 from flatshard.engine.gradients.main_grads import STAYING, MainGrads, Reduced, call_finished, change_gradients, has_gaps
 from flatshard.engine.gradients.reduction import Goal, OnFinal, Reduction, Stage, Uses, stages_to, sum_dtype
-from flatshard.engine.gradients.staging import Direct, Given, add_to, fill, fill_runs, sole_owners
+from flatshard.engine.gradients.staging import Direct, Given, add_to, fill_runs, sole_owners
 from flatshard.engine.parameters.sharded_param import ShardedParam
-from flatshard.engine.weights.extensions import as_plain
 from flatshard.engine.weights.formats import Formats
 from flatshard.engine.weights.offload import Home
-from flatshard.layout import Layout, Partial, Placement, is_sharded
+from flatshard.layout import Placement, is_sharded
 from flatshard.policy import MixedPrecisionPolicy, Placements
 
 GradientScale: TypeAlias = Literal["mean", "sum"] | float
@@ -44,8 +44,8 @@ def partial_gradients() -> list[Gradients]:
     return [gradients for gradients in _accumulating if gradients.has_partial]
 
 
-class Gradients:
-    """Collects and reduces the gradients of the params of a group, and sets them as ``.grad``.
+class Gradients(Collected):
+    """Reduces the gradients of the params of a group, and sets them as ``.grad``.
 
     The result is the mean over ranks (``scale="mean"``), the sum, or the sum times a number.
     """
@@ -63,7 +63,8 @@ class Gradients:
         home: Home,
         formats: Formats,
     ) -> None:
-        self.params, self.main, self.placements, self.home = params, main, placements, home
+        super().__init__(params, main, home)
+        self.placements = placements
         self.scale: GradientScale = "mean"
         self.sums_only = False  # collectives sum; the mean is computed afterwards
         self.counts_unused = False  # a missing gradient is zero, and is shown
@@ -71,22 +72,15 @@ class Gradients:
         self.comm: Any = None  # a `ReduceScatter` of torch's to use
         # `FSDPModule.set_all_reduce_hook`, and the stream to call it on.
         self.hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
-        self.expected = sum(param.sharded.requires_grad for param in params)  # gradients of a backward that uses all
-        # Called with False when the first gradient of a watched param arrives, and with True when all have arrived.
-        self.on_arrival: Callable[[bool], None] | None = None
-        self._arrived: set[int] = set()  # watched params with a gradient
         # Per segment, the tensor that fills it, if one does, and its number of elements.
         sizes = [segment.piece * main.layout.num_shards for segment in main.layout.segments]
         self._segments = list(zip(sole_owners(main.layout), sizes))
         # After this many stages, gradients have `Placements.gradient`.
         self._rests_after = sum(is_sharded(placement) for placement in placements.gradient)
-        self._unreduced: DBuffer | None = None
         self._resting: DBuffer | None = None
         self._rested = DONE  # of the last reduce into it
         self._rest_factor = 1.0  # times the sum over the ranks that it is reduced over
-        self._used: set[int] = set()  # params with a gradient since the last reduce to final gradients
         self._uses = Uses(len(params))
-        self.direct: Direct | None = None  # not None: kernels may write gradients themselves
         self.set_dtypes(policy, compute, formats)
 
     def configure(self, **settings: object) -> None:
@@ -105,7 +99,7 @@ class Gradients:
         """Reduce and keep gradients in the dtypes of a policy; ``compute`` is the dtype of full parameters."""
         self.grad_dtype = policy.grad_of(self.main.dtype, compute)
         self.reduce_dtype = policy.reduce_of(compute, self.grad_dtype)
-        self._rests_in = policy.resting_of(self.grad_dtype, self.reduce_dtype)
+        self.rests_in = policy.resting_of(self.grad_dtype, self.reduce_dtype)
         self._stages = self._plan(formats)
         # Elements behind reduced gradients, for the uses.
         self._room = len(self.params) * max(stage.room for stage in self._stages)
@@ -120,10 +114,6 @@ class Gradients:
 
     def _plan(self, formats: Formats) -> list[Stage]:
         return stages_to(self.main.mesh, self.placements.optimizer, formats, self.reduce_dtype)
-
-    @property
-    def layout(self) -> Layout:
-        return self.main.layout
 
     @property
     def full_bytes(self) -> int:
@@ -177,72 +167,11 @@ class Gradients:
         pairs = enumerate(self.params)
         return [param for index, param in pairs if index in self._used or param.sharded.requires_grad]
 
-    @property
-    def waiting(self) -> bool:
-        """Whether gradients have arrived that are not reduced."""
-        if self.direct is not None and self.direct.written:
-            return True
-        for param in self.params:
-            if param.full is not None and param.full.grad is not None:
-                return True
-        return False
-
-    def arrived(self, index: int) -> None:
-        """Autograd has set the gradient of a watched param; reentrant checkpointing may do so more than once."""
-        if not self._arrived and self.on_arrival is not None:
-            self.on_arrival(False)
-        self._arrived.add(index)
-        if len(self._arrived) == self.expected and self.on_arrival is not None:
-            self.on_arrival(True)
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Move the gradients that have arrived from the full parameters to the returned list."""
-        if self._arrived:
-            self._arrived.clear()
-        taken: list[torch.Tensor | None] = [None] * len(self.params)
-        for index, param in enumerate(self.params):
-            full = param.full
-            gradient = None if full is None else full.grad
-            if full is not None and gradient is not None:
-                full.grad = None
-                if gradient.requires_grad:  # of a backward with create_graph=True; no graph goes through a reduce
-                    gradient = gradient.detach()
-                if gradient.is_sparse:  # of nn.Embedding(sparse=True)
-                    gradient = gradient.to_dense()
-                if param.inner is not None:
-                    gradient = param.inner.local_gradient(gradient)
-                taken[index] = gradient if type(gradient) is torch.Tensor else as_plain(gradient)
-        return taken
-
-    @property
-    def kernels(self) -> Direct:
-        """The gradients that kernels have written, if kernels may write them."""
-        assert self.direct is not None
-        return self.direct
-
-    def place(self, index: int, clear: bool = False) -> torch.Tensor:
-        """The place for a kernel's gradient of a full parameter. With ``clear``, it is zero before the first write."""
-        if self._unreduced is not None:
-            return self._unreduced.local_view(index)
-        return self.kernels.view(index, clear, self._kernel_buffer)
-
-    def is_vacant(self, index: int) -> bool:
-        """Whether no gradient has been written to `place` yet."""
-        return self._unreduced is None and index not in self.kernels.written
-
-    def drop(self) -> None:
-        """Drop gradients that have arrived and are not reduced."""
-        self.take()
-        self._drop_written()
-
     def drop_partial(self) -> None:
         """Also drop gradients that earlier backwards left unreduced."""
         self._unreduced = self._resting = None
         self._used.clear()
         self._drop_written()
-
-    def _drop_written(self) -> None:
-        self.direct = None if self.direct is None else Direct()
 
     def goal(self, goal: Goal) -> Goal:
         """How far the gradients of this group are reduced for the ``goal`` of its unit."""
@@ -278,42 +207,13 @@ class Gradients:
             self._reduce_to_final(gradients, reduction, is_last)
         return reduction
 
-    def _join_written(self, direct: Direct, gradients: Given) -> list[torch.Tensor | None]:
-        """Use the buffer of gradients that kernels have written as the unreduced one; returns gradients left to add."""
-        self._used |= direct.written.keys()
-        left = [None if direct.written.get(index) else gradient for index, gradient in enumerate(gradients)]
-        if direct.staging is not None:  # otherwise they were written into the unreduced buffer
-            turned = self.layout.turned
-            fill(direct.staging, left, turned, direct.written.keys())
-            self._unreduced = direct.staging
-            left = [gradient if index in turned else None for index, gradient in enumerate(left)]
-        self._drop_written()
-        return left
-
-    def _kernel_buffer(self) -> DBuffer:
-        """A buffer for gradients that kernels write; its padding is zero."""
-        numel = self.layout.buffer_numel(self.layout.num_shards)
-        full = numel == sum(slot.numel for slot in self.layout.slots)
-        local = self._empty(numel, self.reduce_dtype)
-        local = local if full and not self.layout.turned else local.zero_()
-        return DBuffer(self.layout, self.main.mesh, [Partial()] * self.main.mesh.ndim, local)
-
     # Stopping short
-
-    def _add_unreduced(self, gradients: Given) -> None:
-        if self._unreduced is not None and self._unreduced.dtype != self._rests_in:
-            self._unreduced = self._unreduced.cast(self._rests_in)  # written by kernels, in the reduce dtype
-        if self._unreduced is None:
-            mesh, dtype = self.main.mesh, self._rests_in
-            partial = [Partial()] * mesh.ndim
-            self._unreduced = DBuffer.zeros(self.layout, mesh, partial, dtype=dtype, device=self.home.device)
-        add_to(self._unreduced, gradients)
 
     def _reduce_to_rest(self, gradients: Given, reduction: Reduction) -> None:
         pool, stages, lane = reduction.pool, self._stages[: self._rests_after], reduction.pool.lane
         resting, fresh = self._resting, self._resting is None
         if resting is None:
-            resting = self._buffer(stages[-1].placements, self._rests_in, self._empty)
+            resting = self._buffer(stages[-1].placements, self.rests_in, self._empty)
         with lane.after_current_stream():
             inputs, reduction.held = self._inputs(gradients, pool)
             target = self._buffer(stages[-1].placements, self._result(len(stages) - 1, stages), pool.temporary)
@@ -492,9 +392,6 @@ class Gradients:
 
     # Buffers of reduced gradients
 
-    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.home.device)
-
     def _buffer(
         self, placements: tuple[Placement, ...], dtype: torch.dtype, empty: Callable[[int, torch.dtype], torch.Tensor]
     ) -> DBuffer:
@@ -507,24 +404,6 @@ class Gradients:
         if has_gaps(made):
             made.local.zero_()
         return made
-
-
-@_torch.uncompiled
-def gradient_arrived(gradients: weakref.ref[Gradients], index: int, full: torch.Tensor) -> None:
-    """The autograd hook of a watched parameter."""
-    target = gradients()
-    if target is None:
-        refuse_orphan()
-    elif full.grad is not None or (target.direct is not None and index in target.direct.written):
-        target.arrived(index)
-
-
-def refuse_orphan() -> NoReturn:
-    """Raise for a gradient of a parameter whose group has been freed."""
-    raise RuntimeError(
-        "a gradient arrived for a sharded parameter that has been moved, cast or deleted since its forward; run the "
-        "backward before you change the model"
-    )
 
 
 def _call_hook(hook: Callable[[torch.Tensor], None], stream: torch.Stream | None, reduced: torch.Tensor) -> None:

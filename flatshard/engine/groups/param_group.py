@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard.buffer import DBuffer, Pool, Ticket
 from flatshard.engine import steps
+from flatshard.engine.gradients.collecting import gradient_arrived
 from flatshard.engine.gradients.direct import add_main_grad
-from flatshard.engine.gradients.gradients import Gradients, gradient_arrived
+from flatshard.engine.gradients.gradients import Gradients
 from flatshard.engine.gradients.staging import Direct
 from flatshard.engine.parameters.sharded_param import ShardedParam, Snapshot
 from flatshard.engine.parameters.values import Initial

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatshard import _torch
-from flatshard.engine.gradients.gradients import refuse_orphan
+from flatshard.engine.gradients.collecting import refuse_orphan
 from flatshard.engine.watch.trees import map_tensors, tensors_in, tensors_with_grad
 
 
