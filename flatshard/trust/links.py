@@ -3,8 +3,9 @@
 Rank r connects to rank (r - 1) // 8, whose address it reads from the store of the process group. A message goes to all
 ranks: a rank that receives it passes it on to its other connections. Only a goodbye goes to the neighbours alone, which
 remember it: every rank ends, and otherwise each would receive one from each. A connection that closes without a goodbye
-means that the process has ended, for whatever reason; a stopped process keeps its connections open. The ranks below it
-then connect to the next rank above it that answers. While all ranks run, nothing is sent, and the store is not read.
+means that the process has ended, for whatever reason; the kernel of a stopped process keeps its connections open, and
+one that does not answer for five minutes is gone. The ranks below a rank that is gone connect to the next rank above it
+that answers. While all ranks run, they send nothing, and do not read the store.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _Location: TypeAlias = tuple[str, int, str]  # where a rank listens: its name, p
 _FANOUT = 8
 _PATIENCE = 5.0  # seconds for one attempt to connect
 _LONGEST = 1 << 18  # bytes of a message
+# Seconds until the kernel asks whether the other one is there, and between such questions; and milliseconds in which it
+# must answer. By default a node without power is found out after more than two hours.
+_ANSWERS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30, "TCP_USER_TIMEOUT": 300_000}
 _BACKLOG = 2 * _FANOUT * _FANOUT  # connections at once: those of all ranks below a node that is gone
 
 
@@ -154,6 +158,9 @@ class Links:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _ANSWERS.items():
+            if hasattr(socket, option):  # on Linux
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         link = _Link(connected, self._selector)
         self._selector.register(connected, selectors.EVENT_READ, lambda: self._ready(link))
         self._links.append(link)

@@ -96,6 +96,16 @@ def test_ranks_below_one_that_is_gone_stay_connected_to_the_others(tree, victims
             assert heard.count(message) == (rank != speaker)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not Linux")
+def test_the_kernel_asks_whether_a_node_is_still_there(tree):
+    ranks = tree(2)
+    for links in ranks.links.values():
+        (link,) = links._links
+        assert link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+        assert link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 300_000
+
+
 def test_a_rank_that_says_goodbye_is_not_missed(tree):
     ranks = tree(10)
     ranks.links[9].close()
