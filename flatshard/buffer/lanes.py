@@ -356,6 +356,7 @@ def watch_over(device: torch.device) -> bool:
         world=world.size(),
         is_lost_peer=_torch.lost_a_peer,
         settle_in=_torch.allow_events_amid_captures,
+        place=_place_of(store),
     )
     alarm.start(store, watched)
     return True
@@ -378,6 +379,14 @@ def _kept_store(store: Any) -> Any:
         return None
     store = _without_prefixes(store)
     return store if isinstance(store, _torch.TCPStore) else None
+
+
+def _place_of(store: Any) -> str:
+    """The address or the path of a store; empty for one that is in this process only."""
+    store = _without_prefixes(store)
+    if isinstance(store, _torch.TCPStore):
+        return f"{store.host}-{store.port}"
+    return str(getattr(store, "path", ""))
 
 
 def _without_prefixes(store: Any) -> Any:

@@ -106,7 +106,7 @@ class Alarm:
         record.header.pop("error", None)
         record.tell(rank=group.rank, world=group.world, pid=os.getpid(), host=socket.gethostname(), started=time.time())
         try:
-            folder = records_folder()
+            folder = records_folder(group.place)
             if folder is not None:
                 record.keep_in(folder, group.rank)
         except OSError as error:

@@ -17,6 +17,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -98,6 +99,7 @@ class FlightRecord:
         self.header: dict[str, Any] = {"rank": 0, "world": 1}
         self._map = mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE)  # ranks may be forked from one process
         self._path: Path | None = None
+        self._inode = 0  # of the file
         # What ends on the CPU keeps tensors alive, and is known weakly.
         self._launched: list[Callable[[], Any] | None] = [None] * CAPACITY
         self._oldest = 1  # all before this have ended
@@ -196,23 +198,26 @@ class FlightRecord:
     def keep_in(self, folder: Path, rank: int, **facts: Any) -> None:
         """Move the record to a file in this folder, which `forget` removes. Earlier launches are kept.
 
-        OSError: the file cannot be created. The file of an earlier process of this rank is replaced.
+        OSError: the file cannot be created. The file of another process of this rank is replaced, not written to: if
+        that process still runs, a file that becomes shorter would kill it, because it is mapped.
         """
         self.tell(rank=rank, **facts)
         path = folder / f"rank-{rank}.ring"
         if path == self._path:
             return
         path.with_suffix(".json").unlink(missing_ok=True)
+        unnamed = path.with_suffix(f".{os.getpid()}")
         try:
-            with path.open("w+b") as file:
+            with unnamed.open("w+b") as file:
                 file.write(self._map[:])  # to a full disk this fails here; in a mapping it would kill the process
                 file.flush()
-                mapped = mmap.mmap(file.fileno(), _SIZE)
+                mapped, inode = mmap.mmap(file.fileno(), _SIZE), os.fstat(file.fileno()).st_ino
+            unnamed.replace(path)
         except OSError:
-            path.unlink(missing_ok=True)
+            unnamed.unlink(missing_ok=True)
             raise
         self.forget()
-        self._map, self.folder, self._path = mapped, folder, path
+        self._map, self.folder, self._path, self._inode = mapped, folder, path, inode
 
     def forget(self) -> None:
         """Stop using the file, and remove it: there was no error."""
@@ -221,7 +226,9 @@ class FlightRecord:
         copy = mmap.mmap(-1, _SIZE, mmap.MAP_PRIVATE)
         copy[:] = self._map[:]
         self._map, path, self._path, self.folder = copy, self._path, None, None
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # it was removed, or its folder
+            if path.stat().st_ino == self._inode:  # else it is of a later process of this rank
+                path.unlink()
 
     def read(self) -> ReadRecord:
         return decoded(self._map[:])
@@ -302,10 +309,10 @@ def parse_ranges(text: str) -> list[int]:
     return ranks
 
 
-def records_folder() -> Path | None:
+def records_folder(place: str = "") -> Path | None:
     """The folder for the records of this job's ranks: FLATSHARD_RECORD, or a folder of this user and job.
 
-    None if that is ``off``: the records are then in memory only.
+    None if that is ``off``: the records are then in memory only. ``place``: where the ranks of the job have met.
     """
     given = os.environ.get("FLATSHARD_RECORD")
     if given == "off":
@@ -314,8 +321,8 @@ def records_folder() -> Path | None:
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
-    job = "".join(c if c.isalnum() or c in "-." else "_" for c in job).strip("-") or str(os.getpid())
+    job = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{place}"
+    job = "".join(c if c.isalnum() or c in "-." else "_" for c in job).strip("-")[-200:] or str(os.getpid())
     user_folder = Path(tempfile.gettempdir()) / f"flatshard-{os.getuid()}"
     user_folder.mkdir(mode=0o700, exist_ok=True)
     if user_folder.is_symlink() or user_folder.stat().st_uid != os.getuid():

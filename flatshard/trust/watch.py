@@ -117,6 +117,7 @@ class Watched:
 
     ``store``: opens a separate connection to the store of the group, with a prefix. ``is_lost_peer``: whether an
     exception means that another rank is gone. ``settle_in``: a thread that queries CUDA events calls it once before.
+    ``place``: where the ranks have met, the same text on all of a host.
     """
 
     store: Callable[[str], Any]
@@ -125,6 +126,7 @@ class Watched:
     world: int
     is_lost_peer: Callable[[BaseException], bool] = lambda error: False
     settle_in: Callable[[], None] = lambda: None
+    place: str = ""
 
 
 class Survey:

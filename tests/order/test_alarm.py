@@ -560,6 +560,44 @@ def test_a_record_keeps_the_last_launches_and_can_be_read_from_its_file(tmp_path
     assert not (tmp_path / "rank-3.ring").exists()
 
 
+def test_a_second_job_in_a_folder_leaves_the_record_of_the_first_alone(tmp_path):
+    first, second = FlightRecord(), FlightRecord()
+    first.keep_in(tmp_path, 0, world=2)
+    second.keep_in(tmp_path, 0, world=2)
+    first.append(first.group("gather 0,1"), 0, "a", 8, _Done())  # writing to a file cut short is a SIGBUS
+    assert not second.read().entries
+    first.forget()
+    assert read_records(tmp_path)[0] == second.read()
+    second.forget()
+    assert list(tmp_path.iterdir()) == []
+
+
+_RECORDED_AT = """
+import sys, torch, torch.distributed as dist
+from flatshard import fully_shard
+from flatshard.trust.record import record
+
+dist.init_process_group("gloo", sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+fully_shard(torch.nn.Linear(4, 4), values="own")(torch.ones(1, 4))
+print(record.folder)
+dist.barrier()
+"""
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("form", ["tcp", "file"])
+def test_ranks_that_meet_without_environment_variables_have_records_in_one_folder(tmp_path, form):
+    meeting = f"tcp://127.0.0.1:{free_port()}" if form == "tcp" else f"file://{tmp_path}/meeting"
+    unset = ("FLATSHARD_RECORD", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    env |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(_ROOT)}
+    call = [sys.executable, "-c", _RECORDED_AT, meeting]
+    started = [subprocess.Popen([*call, rank], env=env, stdout=subprocess.PIPE, text=True) for rank in "01"]
+    first, second = (process.communicate(timeout=300)[0] for process in started)
+    assert first == second
+    assert first.startswith(str(tmp_path))
+
+
 def test_ranks_that_are_forked_have_records_of_their_own():
     record = FlightRecord()
     record.tell(rank=1)
