@@ -260,7 +260,9 @@ class TrainSettings:
             if (value := getattr(self, each.name)) != each.default
         }
         text = yaml.safe_dump(given, sort_keys=False) if given else ""
-        path.write_text(f"# flatshard train --config {path}\n{text}")
+        whole = path.with_suffix(".new")  # if the write fails, or is killed, the run can be continued as before
+        whole.write_text(f"# flatshard train --config {path}\n{text}")
+        whole.replace(path)
 
 
 def check_alike(ranks: Sequence[dict[str, str]]) -> None:

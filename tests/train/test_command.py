@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import flatshard
 from flatshard.cli import main
 from flatshard.train.progress import Reading
-from flatshard.train.settings import TrainSettings, parse
+from flatshard.train.settings import TrainSettings, parse, read
 from tests.bench.script import as_command, as_script, free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -192,6 +193,19 @@ def test_flags_that_do_not_exist_are_named(flags, capsys):
         main(["train", *flags.split()])
     assert left.value.code == 2
     assert flags.split()[0] in capsys.readouterr().err
+
+
+def test_settings_that_cannot_be_written_leave_the_file_of_before(tmp_path):
+    path, before = tmp_path / "settings.yaml", TrainSettings(data=Path("some.txt"), steps=7)
+    before.write(path)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            replace(before, steps=8).write(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read(path) == before
 
 
 def test_a_file_says_what_flags_leave_open(tmp_path):
