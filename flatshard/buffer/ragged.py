@@ -184,7 +184,10 @@ class RaggedDTensor(_torch.DispatchingDTensor):
         if isinstance(result, torch.Tensor):
             return ragged[0].with_local(result)
         first = next(arg for arg in args if isinstance(arg, (list, tuple)))
-        return [_torch.like_dtensor(template, part) for part, template in zip(result, first)]
+        return [
+            _torch.like_dtensor(template, part) if isinstance(template, DTensor) else part
+            for part, template in zip(result, first)
+        ]
 
     def __tensor_flatten__(self) -> Any:
         """Refused: compilers would make DTensors of the parts, with torch.chunk's rows."""
@@ -294,7 +297,8 @@ def _cut_whole(func: Any, ragged: RaggedDTensor, args: Any) -> Any:
 def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
     """Raise unless all tensors of an elementwise operation, index by index in lists, are sharded alike or are scalars.
 
-    Ordinary DTensors may be at other indices: an optimizer's list holds all its parameters.
+    Ordinary DTensors and plain tensors may be at other indices: an optimizer's list holds all its parameters, and that
+    of an average the buffers too.
     """
     columns = max([len(arg) for arg in args if isinstance(arg, (list, tuple))], default=0)
     for column in range(max(columns, 1)):
@@ -303,7 +307,7 @@ def _require_same_rows(func: Any, args: Any, kwargs: Any) -> None:
             for arg in (*args, *kwargs.values())
         ]
         tensors = [value for value in place if isinstance(value, torch.Tensor)]
-        if not are_cut_alike(tensors):
+        if any(isinstance(tensor, DTensor) for tensor in tensors) and not are_cut_alike(tensors):
             first = next((tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)), None)
             raise NotImplementedError(_refusal(f"{func} of tensors that are sharded differently", first))
 

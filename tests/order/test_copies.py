@@ -200,8 +200,8 @@ def test_ties_lists_and_ignored_parameters_are_copied_too(interpreters, together
     interpreters(2, _tied, together)
 
 
-def _averaged(rank, world, average):
-    model, reference = shard(make()), make()
+def _averaged(rank, world, average, layout):
+    model, reference = shard(make(), layout=layout), make()
     functions = {
         "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
         "buffers": {"avg_fn": get_ema_avg_fn(0.9), "use_buffers": True},
@@ -226,6 +226,21 @@ def _averaged(rank, world, average):
     torch.testing.assert_close(means[0].module.seen, means[1].module.seen)
 
 
+@pytest.mark.parametrize("layout", ["tensor", "flat"])
 @pytest.mark.parametrize("average", ["mean", "ema", "buffers", "ema and buffers", "mean and buffers"])
-def test_averaged_models(interpreters, average):
-    interpreters(2, _averaged, average)
+def test_averaged_models(interpreters, average, layout):
+    interpreters(2, _averaged, average, layout)
+
+
+def _lists(rank, world):
+    model = fully_shard(nn.Linear(4, 3), layout="flat")
+    sharded = model.weight.detach()
+    twice, plain = torch._foreach_mul([sharded, torch.ones(2)], 2.0)
+    torch.testing.assert_close(twice.full_tensor(), 2 * sharded.full_tensor())
+    torch.testing.assert_close(plain, torch.full((2,), 2.0))
+    with pytest.raises(NotImplementedError, match="sharded differently"):
+        torch._foreach_add([sharded, torch.ones(2)], [torch.ones(3, 4), torch.ones(2)])
+
+
+def test_lists_of_flat_shards_and_plain_tensors(interpreters):
+    interpreters(2, _lists)
