@@ -9,8 +9,8 @@ The functions only translate. They contain no logic of flatshard.
 
 from flatshard._torch.autograd import (
     PlainAttributes, Untransformed, accumulation, allow_grad_of, at_end_of_backward, before_node, grads_and_hooks,
-    graph_task, grad_of, hook_first, hooks_of, in_backward, keeping_versions, on_grad_read, profiling, transforming,
-    uncompiled, will_be_executed,
+    graph_task, grad_of, hook_first, hooks_of, in_backward, in_compiled_backward, keeping_versions, on_grad_read,
+    profiling, transforming, uncompiled, will_be_executed,
 )
 from flatshard._torch.collectives import (
     ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, all_gather_coalesced, all_gather_one, all_to_all_one,

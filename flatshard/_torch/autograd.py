@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -23,6 +24,12 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # the number of
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread: a forward called now is a recompute."""
     return graph_task() != -1
+
+
+def in_compiled_backward() -> bool:
+    """Whether compiled autograd (`torch._dynamo.config.compiled_autograd`) runs the backward on this thread."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)  # torch 2.11 and 2.13
 
 
 def will_be_executed(node: Any) -> bool:

@@ -232,6 +232,24 @@ def test_a_compiled_function_with_the_backward_inside(ranks):
     ranks(2, _whole_step)
 
 
+def _by_compiled_autograd(rank, world):
+    """The next step, without it, is as if there had been none before."""
+    eager, model = (compiled_net(None, None) for _ in range(2))
+    mine = next(batches(1, ROWS)).chunk(world)[rank]
+    with compiler(), torch._dynamo.config.patch(compiled_autograd=True):
+        loss = loss_of(model, mine)
+        with pytest.raises(RuntimeError, match="compiled autograd is not supported"):
+            torch.compile(loss.backward, backend="eager")()
+    for each in (eager, model):
+        loss_of(each, mine).backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters()):
+        torch.testing.assert_close(ours.grad.to_local(), theirs.grad.to_local())
+
+
+def test_compiled_autograd_is_refused(ranks):
+    ranks(2, _by_compiled_autograd)
+
+
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -192,6 +192,12 @@ class Root:
         if self._end is not None and self._end() is not None:
             return
         self.recover_if_broken()
+        if _torch.in_compiled_backward():
+            raise RuntimeError(
+                "compiled autograd is not supported: parameters would be left without gradients. Set "
+                "torch._dynamo.config.compiled_autograd to False; torch.compile of the model or its blocks works "
+                "without it"
+            )
         self.backwards += 1
         self.task = _torch.graph_task()
         _refuse_backward_of_two(self)
