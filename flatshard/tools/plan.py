@@ -35,7 +35,7 @@ _STRATEGIES = (
     _Kind("ZeRO 3 offload", "optim_grads_params", offload=True),
 )
 _ZERO_3 = _STRATEGIES[3]
-_MOST_DEVICES = 1 << 16
+MOST_DEVICES = 1 << 16
 
 
 def compare_strategies(model: ModelShape, machine: Machine, training: Training) -> StrategyPlan:
@@ -224,7 +224,7 @@ def _what_to_try(model: ModelShape, machine: Machine, training: Training, rows: 
         training = replace(training, activations=recomputed, recomputed=None)
         return f"{text}. {_what_to_try(model, machine, training, rows)}"
     least, devices = math.inf, machine.devices
-    while devices <= _MOST_DEVICES // 2:  # padding grows with the number of devices, so at some point more do not help
+    while devices <= MOST_DEVICES // 2:  # padding grows with the number of devices, so at some point more do not help
         devices *= 2
         more = replace(machine, devices=devices)
         found = [_row(_ZERO_3, ep, model, more, training) for ep in _expert_parallel_sizes(model, more, training)]

@@ -107,10 +107,12 @@ def plan(options: argparse.Namespace) -> int:
     from flatshard.policy import MixedPrecisionPolicy
     from flatshard.tools.activations import activations_of
     from flatshard.tools.model_shapes import load_model, load_runnable
-    from flatshard.tools.plan import compare_strategies, picture
+    from flatshard.tools.plan import MOST_DEVICES, compare_strategies, picture
     from flatshard.tools.strategy_plan import Machine, Training
     from flatshard.tools.timing import Speed, measured_flops
 
+    if options.devices > MOST_DEVICES:
+        raise ValueError(f"--devices {options.devices}: must be at most {MOST_DEVICES}")
     named = ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype")
     dtypes: dict[str, Any] = {name: _dtype(name, getattr(options, name)) for name in named}
     given = options.reduce_format or [None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -50,11 +51,12 @@ class Text:
         return _encode(self.tokenizer, self.render([{"role": "user", "content": text}], True), special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, to be shown: a replacement for control characters, which may upset a terminal."""
         if self.tokenizer is not None:
-            return str(self.tokenizer.decode(list(tokens)))
+            return _shown(str(self.tokenizer.decode(list(tokens))))
         if self.vocab <= 256:
             # Models may have more tokens than there are bytes. No text has the byte 255: it is shown as a replacement.
-            return bytes(min(token, 255) for token in tokens).decode(errors="replace")
+            return _shown(bytes(min(token, 255) for token in tokens).decode(errors="replace"))
         return " ".join(map(str, tokens))  # without a tokenizer, the meaning of tokens is unknown
 
     def beginning(self) -> list[int]:
@@ -87,6 +89,10 @@ def load_text(settings: TrainSettings) -> Text:
     text = Text(tokens, settings.vocab or vocab, name, tokenizer, answers, render)
     _check(text, settings)
     return text
+
+
+def _shown(text: str) -> str:
+    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in "\r\n\t" else each for each in text)
 
 
 def _encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:

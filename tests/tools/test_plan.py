@@ -253,6 +253,7 @@ def test_a_module_is_planned_from_an_import_path(capsys):
         (["llama-1b", "--json", "/no/such/folder/plan.json"], "No such file"),
         (["llama-1b", "--batch", "0", "--length", "8"], "--batch 0 --length 8: give both, at least 1"),
         (["llama-1b", "--devices", "0"], "--devices 0: must be at least 1"),
+        (["llama-1b", "--devices", "70000"], "--devices 70000: must be at most 65536"),
         (["llama-1b", "--spare", "5"], "--spare 5: must be a fraction"),
         (["llama-1b", "--memory", "80XB"], "must be a number of GB"),
         (["llama-1b", "--memory", "nan"], "must be a number of GB"),

@@ -184,6 +184,11 @@ def _tokenizer(path):
     made.save(str(path))
 
 
+def test_control_characters_of_a_sample_do_not_reach_the_terminal():
+    text = load_text(replace(TINY, data=None))
+    assert text.decode(list(b"a\x1b[2J\x07\tb\r\n")) == "a\ufffd[2J\ufffd\tb\r\n"
+
+
 def test_tokens_come_from_text_files_and_datasets(tmp_path):
     _tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "text").write_text("the cat sat " * 4)
