@@ -86,7 +86,7 @@ class Links:
             self._parent = self._connect(*self._above[0])  # None: again with the next call
 
     def _replace_parent(self) -> None:
-        """Connect to the next rank above that answers: the parent is gone."""
+        """Connect to the next rank above that answers: the parent is gone, or its address is now of another process."""
         self._parent = None
         while self._parent is None and len(self._above) > 1:
             self._above.pop(0)
@@ -172,17 +172,15 @@ class Links:
             return
         link.send(b"")
         lines, is_open = link.receive()
-        for line in lines:
-            if not self._handle_line(link, line):
-                self._remove(link)
-                return
-        if not is_open:
-            self._remove(link)
-            if link.rank is not None and link.rank not in self.left:
-                self.tell({"lost": link.rank})
-                self._on_message({"lost": link.rank})
-                if link is self._parent:
-                    self._replace_parent()
+        is_valid = all(self._handle_line(link, line) for line in lines)
+        if is_open and is_valid:
+            return
+        self._remove(link)
+        if is_valid and link.rank is not None and link.rank not in self.left:
+            self.tell({"lost": link.rank})
+            self._on_message({"lost": link.rank})
+        if link is self._parent and link.rank not in self.left:  # perhaps before it has answered
+            self._replace_parent()
 
     def _handle_line(self, link: _Link, line: bytes) -> bool:
         """Whether the other end follows the protocol of a rank of this job."""
@@ -227,8 +225,6 @@ class Links:
                 link.send(_line({"above": self._above}))
 
     def _remove(self, link: _Link) -> None:
-        if link is self._parent and link.rank is None:  # an old address, which another process has now
-            self._parent = None
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.socket.close()

@@ -96,6 +96,19 @@ def test_ranks_below_one_that_is_gone_stay_connected_to_the_others(tree, victims
             assert heard.count(message) == (rank != speaker)
 
 
+def test_a_rank_above_that_is_gone_before_it_has_answered_is_replaced_too(tree):
+    """The kernel connects those below to a rank whose process then does not live to answer."""
+    ranks = tree(74)
+    links = ranks.links[73]
+    with mock.patch.object(ranks, "run"):
+        ranks.kill(9)
+    links._ready(links._parent)  # and only this rank sees it
+    ranks.kill(1)
+    links.tell({"raised": "ValueError: no data", "rank": 73})
+    ranks.run()
+    assert {"raised": "ValueError: no data", "rank": 73} in ranks.heard[0]
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not Linux")
 def test_the_kernel_asks_whether_a_node_is_still_there(tree):
     ranks = tree(2)
