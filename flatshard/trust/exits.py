@@ -175,6 +175,8 @@ def end_failed() -> NoReturn:
     """End this process at its exit, after an error: its process groups would wait until their timeout first."""
     logging.shutdown()
     error = sys.exc_info()[1]
+    if isinstance(error, Exception):  # multiprocessing would print it after this
+        _print_briefly(["".join(traceback.format_exception(error)).rstrip()])
     leave(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 

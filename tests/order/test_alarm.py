@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from flatshard import fully_shard
 from flatshard.buffer import Ticket
 from flatshard.cli import main
+from flatshard.trust import exits
 from flatshard.trust.alarm import Alarm, PeerError, Watched
 from flatshard.trust.blame import blame, read_records
 from flatshard.trust.exits import ending_error
@@ -291,6 +292,22 @@ def test_an_error_that_another_hook_has_handled_ends_the_process_too(monkeypatch
     assert ending_error() is error
     error.__traceback__ = TracebackType(None, sys._getframe(), 0, 1)
     assert ending_error() is None  # a console in this function has caught it
+
+
+def test_an_error_that_multiprocessing_has_yet_to_print_is_printed(monkeypatch, capsys):
+    """It calls what is to be done at the exit of a process first, and then prints the current exception."""
+    monkeypatch.setattr(exits, "leave", mock.Mock(side_effect=SystemExit))
+
+    def fail():
+        try:
+            raise ValueError("no more data")
+        finally:
+            exits.end_failed()
+
+    with pytest.raises(SystemExit):
+        fail()
+    exits.leave.assert_called_once_with(1)
+    assert "ValueError: no more data" in capsys.readouterr().err
 
 
 def _alarm_of_a_lost_rank(monkeypatch):
