@@ -71,11 +71,13 @@ class Verdict:
 
     def add_lost(self, rank: int) -> None:
         """A process has ended without a goodbye, perhaps together with others, as those of a node do."""
+        if rank in self.gone:
+            return  # by a message and by this rank's own connection
         is_new = not self.is_current()
         self.gone.add(rank)
         if is_new:
             self._since, self.culprit, self._lost = time.monotonic(), rank, []
-        elif not self._lost or rank in self._lost:
+        elif not self._lost:
             return
         self._lost.append(rank)
         self.reason = f"rank {self._lost[0]} ended without a message: it was killed or crashed"
