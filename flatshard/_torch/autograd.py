@@ -27,7 +27,7 @@ def in_backward() -> bool:
 
 
 def in_compiled_backward() -> bool:
-    """Whether compiled autograd (`torch._dynamo.config.compiled_autograd`) runs the backward on this thread."""
+    """Whether compiled autograd (`torch._dynamo.config.compiled_autograd`) runs a backward of this process."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)  # torch 2.11 and 2.13
 
